@@ -1,0 +1,464 @@
+"""The sampler's side of the blindfold: a KV cache of fixed size, eviction policies, the shadow recorder, rollout().
+
+The one idea (Shadow Mask Distillation, arXiv 2605.06850, replays what the sampler saw): an evicted key never comes
+back, so one integer per key is the whole mask,
+
+    evicted_at[l, b, h, j] = position of the first query that no longer sees key j
+    visible(i, j)          = j <= i < evicted_at[l, b, h, j]
+
+The cache makes it physical. Each (layer, row, kv head) owns S slots, allocated once. Keys carry their rotation from
+birth, so the order of slots means nothing and *evicting is overwriting*: the new key is written over the victim's slot
+and the recorder notes one integer. Nothing is sliced, copied or grown.
+
+How to read it: `rollout`, then `KVCache._decode` (one token), `_prefill` (the prompts), then the policies.
+
+Left out: paging, prefix sharing between prompts, top-k and top-p sampling (the learner could not replay them exactly).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NEVER = 2**31 - 1  # evicted_at of a key that survives
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Policies: which key is worth its slot? A policy scores the keys of one layer, higher stays.
+
+
+@dataclass
+class LayerView:
+    """What a policy sees of one layer: B rows, nkv kv heads, S slots. What it did not ask for is None."""
+
+    k: Tensor  # (B,nkv,S,hs) rotated keys
+    pos: Tensor  # (B,nkv,S) int32 position of the key in each slot, -1 where the slot is free
+    window_attn: Tensor | None = (
+        None  # (B,nkv,S) attention of the last max(recent,1) queries, mean over them and the heads
+    )
+    total_attn: Tensor | None = None  # (B,nkv,S) attention of all queries so far, sum over them, mean over the heads
+    noise: Tensor | None = None  # (B,nkv,S) one uniform number per key, drawn at its birth
+
+
+POLICIES: dict[str, Callable[[LayerView], Tensor]] = {}
+
+
+def policy(*needs: str):
+    """Decorator: register a function LayerView -> scores (B,nkv,S) under its own name, with the statistics it needs."""
+
+    def register(score: Callable[[LayerView], Tensor]):
+        score.needs = set(needs)
+        POLICIES[score.__name__] = score
+        return score
+
+    return register
+
+
+@policy("window_attn")
+def snapkv(c: LayerView) -> Tensor:
+    """SnapKV (arXiv 2404.14469): what the latest queries look at."""
+    return c.window_attn
+
+
+@policy("total_attn")
+def h2o(c: LayerView) -> Tensor:
+    """Heavy hitters (H2O, arXiv 2306.14048): what all queries together looked at."""
+    return c.total_attn
+
+
+@policy()
+def streaming(c: LayerView) -> Tensor:
+    """Attention sinks and a sliding window (StreamingLLM, arXiv 2309.17453): the oldest goes."""
+    return c.pos.float()
+
+
+@policy("noise")
+def random(c: LayerView) -> Tensor:
+    """The control: any key may go."""
+    return c.noise
+
+
+@policy("window_attn")
+def rkv(c: LayerView) -> Tensor:
+    """R-KV (arXiv 2505.24133): 0.1 importance - 0.9 redundancy.
+
+    Redundancy of key j is the softmax over the row's keys of its mean cosine similarity to the others,
+    k^_j . (sum_i k^_i - k^_j) / (n - 1): linear time, since the sum is shared and k^_j . k^_j = 1.
+    """
+    filled = c.pos >= 0  # (B, nkv, S)
+    n = filled.sum(-1, keepdim=True)  # (B, nkv, 1)
+    inverse_norm = filled / torch.linalg.vector_norm(c.k, dim=-1).clamp(min=1e-12)  # (B, nkv, S)
+    total = inverse_norm.to(c.k.dtype)[:, :, None] @ c.k  # (B, nkv, 1, hs) sum of unit keys
+    cosine = ((c.k @ total.mT).squeeze(-1) * inverse_norm - 1) / (n - 1).clamp(min=1)  # (B, nkv, S)
+    return 0.1 * c.window_attn - 0.9 * cosine.masked_fill(~filled, -torch.inf).softmax(-1)
+
+
+def attention_probs(q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(hs)) over the keys at positions 0 <= k_pos <= q_pos, in at least float32.
+
+    q (B,nh,W,hs) at q_pos (B,W), k (B,nkv,S,hs) at k_pos (B,nkv,S); -1 means no query, no key. Returns (B,nkv,g,W,S)
+    with g = nh/nkv query heads per kv head; rows without a query are 0.
+    """
+    B, nh, W, hs = q.shape
+    nkv, S = k_pos.shape[1:]
+    scores = q.reshape(B, nkv, nh // nkv * W, hs) @ k.mT * hs**-0.5  # (B, nkv, g*W, S): no key is repeated
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32)).view(B, nkv, -1, W, S)
+    hidden = (k_pos < 0)[:, :, None] | (k_pos[:, :, None] > q_pos[:, None, :, None])  # (B, nkv, W, S)
+    probs = scores.masked_fill_(hidden[:, :, None], torch.finfo(scores.dtype).min).softmax(-1)
+    return probs.mul_((q_pos >= 0)[:, None, None, :, None])  # (B, nkv, g, W, S)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cache
+
+
+def check_options(
+    kv_budget: int = 0,
+    prompt_budget: int | float = 0,
+    policy: str = "snapkv",
+    sinks: int = 4,
+    recent: int = 8,
+    pool: int = 5,
+    interval: int = 1,
+) -> None:
+    """Raise ValueError, naming the value and what is allowed, unless a KVCache can be built with these options."""
+    if policy not in POLICIES:
+        raise ValueError(f"policy={policy!r}: must be one of {', '.join(POLICIES)}")
+    for name, value, least in (
+        ("sinks", sinks, 0),
+        ("recent", recent, 0),
+        ("pool", pool, 1),
+        ("interval", interval, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name}={value}: must be at least {least}")
+    if pool % 2 == 0:
+        raise ValueError(f"pool={pool}: must be odd, so that a key sits in the middle of its neighbours")
+    floor = sinks + recent + 1  # the protected keys and one that may go
+    rule = f"must be 0 (no limit) or at least sinks + recent + 1 = {floor}"
+    if kv_budget != 0 and kv_budget < floor:
+        raise ValueError(f"kv_budget={kv_budget}: {rule}")
+    if isinstance(prompt_budget, float):
+        if not 0 <= prompt_budget <= 1:
+            raise ValueError(f"prompt_budget={prompt_budget}: a fraction must be in (0, 1], or 0 for no limit")
+    elif prompt_budget != 0 and prompt_budget < floor:
+        raise ValueError(f"prompt_budget={prompt_budget}: a number of keys {rule}; or give a fraction such as 0.25")
+    if kv_budget and interval > kv_budget - sinks:
+        raise ValueError(
+            f"interval={interval}: must be at most kv_budget - sinks = {kv_budget - sinks}, "
+            "or a cache could turn over between two refreshes of its scores"
+        )
+
+
+class KVCache:
+    """K and V of B = N*G rows in S slots per (layer, row, kv head), and the record of what was evicted when.
+
+    config: n_layer, n_head, n_kv_head, head_dim. prompt_lens: N prompt lengths; row b = n*G + g belongs to prompt n.
+    kv_budget: S at most, prompt and response together (0: as many as needed). prompt_budget: prompt keys that survive
+    the prefill, an int or a float fraction of each prompt (0: all that fit). Positions < sinks and the `recent` newest
+    keys are never evicted. pool: neighbours (odd) over which the prompt's window attention is averaged. interval:
+    tokens between two refreshes of the policy's scores. dtype: of K and V. generator: for the noise of `random`.
+
+    Feed it through `GPT.forward(idx, cache=cache)`: the right-padded prompts (N,P) once, then (B,1) tokens.
+    `evicted_at` (L,B,nkv,T) int32 is the record; set `active` (B,) bool to stop recording finished rows.
+    """
+
+    def __init__(
+        self,
+        config,
+        prompt_lens: list[int],
+        group_size: int,
+        max_new_tokens: int,
+        *,
+        kv_budget: int = 0,
+        prompt_budget: int | float = 0,
+        policy: str = "snapkv",
+        sinks: int = 4,
+        recent: int = 8,
+        pool: int = 5,
+        interval: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        generator: torch.Generator | None = None,
+    ):
+        check_options(kv_budget, prompt_budget, policy, sinks, recent, pool, interval)
+        self.score_fn = POLICIES[policy]
+        self.sinks, self.recent, self.pool, self.interval, self.generator = sinks, recent, pool, interval, generator
+
+        def survivors(P: int) -> int:
+            """How many keys of a P-token prompt are kept after its prefill."""
+            keep = prompt_budget if isinstance(prompt_budget, int) else max(sinks + recent + 1, int(prompt_budget * P))
+            return min(P, keep if prompt_budget else P, kv_budget if kv_budget else P)
+
+        N, self.G, P = len(prompt_lens), group_size, max(prompt_lens)
+        L, B, nh, nkv, hs = config.n_layer, N * group_size, config.n_head, config.n_kv_head, config.head_dim
+        keep = [survivors(p) for p in prompt_lens]
+        needed = max(keep) + max_new_tokens
+        self.S = S = min(kv_budget, needed) if kv_budget else needed
+        self.compress_prompt = keep != prompt_lens
+        # Lengths are known on the host, so the decode loop never has to ask the device how full a row is.
+        self.max_keep = max(keep)
+        self.step = -2  # -1: the prompts are being fed, i: the i-th response token is
+        self.prompt_len = torch.tensor(prompt_lens, device=device)  # (N,)
+        self.keep = torch.tensor(keep, device=device)  # (N,)
+
+        stats_dtype = torch.promote_types(dtype, torch.float32)
+
+        def allocate(*shape: int, fill=0.0, dtype=stats_dtype) -> Tensor:
+            return torch.full(shape, fill, dtype=dtype, device=device)
+
+        self.k = allocate(L, B, nkv, S, hs, dtype=dtype)  # zeros: a free slot is masked, but 0 * NaN would be NaN
+        self.v = allocate(L, B, nkv, S, hs, dtype=dtype)
+        self.pos = allocate(L, B, nkv, S, fill=-1, dtype=torch.int32)
+        self.evicted_at = allocate(L, B, nkv, P + max_new_tokens, fill=NEVER, dtype=torch.int32)
+        self.active = allocate(B, fill=True, dtype=torch.bool)
+        needs = self.score_fn.needs
+        self.scores = allocate(L, B, nkv, S)
+        self.total_attn = allocate(L, B, nkv, S) if "total_attn" in needs else None
+        self.noise = allocate(L, B, nkv, S) if "noise" in needs else None
+        self.ring = self.ring_pos = None  # the last W queries of each row: query i stands at i % W
+        self.W = max(recent, 1)
+        if "window_attn" in needs:
+            self.ring = allocate(L, B, nh, self.W, hs, dtype=dtype)
+            self.ring_pos = allocate(L, B, self.W, fill=-1, dtype=torch.int32)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the K and V storage, all layers and rows."""
+        return self.k.untyped_storage().nbytes() + self.v.untyped_storage().nbytes()
+
+    @property
+    def policy_bytes(self) -> int:
+        """Bytes that eviction costs beside K and V: slot positions, scores and the policy's statistics."""
+        kept = (self.pos, self.scores, self.total_attn, self.noise, self.ring, self.ring_pos)
+        return sum(t.untyped_storage().nbytes() for t in kept if t is not None)
+
+    def advance(self, T: int) -> Tensor:
+        """Start the next forward of T tokens a row; returns their positions: (1,P) for the prompts, then (B,1)."""
+        self.step += 1
+        if self.step == -1:
+            return torch.arange(T, device=self.k.device)[None]
+        if T != 1:
+            raise ValueError(f"{T} tokens a row after the prompts: a cache takes one at a time")
+        if self.step == 0:  # from here on every row stands for itself, no longer for its prompt
+            self.prompt_len = self.prompt_len.repeat_interleave(self.G)  # (B,)
+            self.keep = self.keep.repeat_interleave(self.G)  # (B,)
+        self.t = self.prompt_len + self.step  # (B,) position of the token being fed
+        return self.t[:, None]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v (B,nkv,T,hs), attend with q (B,nh,T,hs); returns (B,nh,T,hs). During the prompts B is N."""
+        return self._prefill(layer, q, k, v) if self.step == -1 else self._decode(layer, q, k, v)
+
+    def last(self, x: Tensor) -> Tensor:
+        """The hidden states (B,1,C) of each row's last token, from x (B,T,C) of the current forward."""
+        return x if self.step >= 0 else x[torch.arange(len(x), device=x.device), self.prompt_len - 1][:, None]
+
+    def _window_attn(self, ring: Tensor, ring_pos: Tensor, k: Tensor, k_pos: Tensor) -> Tensor:
+        """Attention that the queries of a ring (B,nh,W,hs) at ring_pos (B,W) give to each key: (B,nkv,S)."""
+        total = 0
+        # A few queries at a time: the probabilities of all of them could outgrow K itself.
+        block = max(1, k.shape[-1] * k.shape[1] // (2 * ring.shape[1]))
+        for q, q_pos in zip(ring.split(block, dim=2), ring_pos.split(block, dim=1), strict=True):
+            total = total + attention_probs(q, k, q_pos, k_pos).sum(3).mean(2)  # (B, nkv, S)
+        return total / (ring_pos >= 0).sum(1)[:, None, None]
+
+    def _protect(self, scores: Tensor, pos: Tensor, newest: Tensor) -> Tensor:
+        """The policy's scores (B,nkv,S) with what may never be evicted at +inf; newest (B,) is the last position."""
+        return scores.masked_fill((pos < self.sinks) | (pos > (newest - self.recent)[:, None, None]), torch.inf)
+
+    def _prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The prompts attend densely, are compressed once, and fill the slots of their G samples.
+
+        Only this layer's full K and V exist meanwhile. A dropped prompt key is last seen by the prompt's last query,
+        at P - 1, so its evicted_at is P.
+        """
+        (N, nkv, P, hs), W, K = k.shape, self.W, self.max_keep
+        length = self.prompt_len[:, None]  # (N, 1)
+        pos = torch.arange(P, device=k.device).expand(N, P)
+        pos = pos.masked_fill(pos >= length, -1)  # (N, P) padding is no key and no query
+        view = LayerView(k, pos[:, None].expand(N, nkv, P))
+        if self.total_attn is not None:
+            blocks = zip(q.split(64, dim=2), pos.split(64, dim=1), strict=True)  # never P x P at once
+            view.total_attn = sum(attention_probs(qb, k, pb, view.pos).sum(3).mean(2) for qb, pb in blocks)
+        if self.noise is not None:
+            view.noise = torch.rand(N, nkv, P, device=k.device, generator=self.generator)
+        if self.ring is not None:
+            at = length - 1 - (length - 1 - torch.arange(W, device=k.device)) % W  # (N, W) query of each ring slot
+            window = q.gather(2, at.clamp(min=0)[:, None, :, None].expand(-1, q.shape[1], -1, hs))  # (N, nh, W, hs)
+            at = at.clamp(min=-1)
+            self._samples(self.ring[layer])[:] = window[:, None]
+            self._samples(self.ring_pos[layer])[:] = at[:, None]
+            if self.compress_prompt:
+                attn = self._window_attn(window, at, k, view.pos)  # (N, nkv, P)
+                in_window = view.pos >= (length - W)[:, None]
+                pooled = F.avg_pool1d(attn.masked_fill(in_window, 0), self.pool, stride=1, padding=self.pool // 2)
+                view.window_attn = torch.where(in_window, attn, pooled)
+
+        scores = self.score_fn(view) if self.compress_prompt else torch.zeros_like(view.pos, dtype=torch.float32)
+        scores = self._protect(scores, view.pos, self.prompt_len - 1).masked_fill(view.pos < 0, -torch.inf)
+        kept = scores.argsort(dim=-1, descending=True, stable=True)[..., :K]  # (N, nkv, K) best first
+        beyond = torch.arange(K, device=k.device) >= self.keep[:, None, None]  # a shorter row keeps fewer
+        kept = kept.masked_fill(beyond, P).sort(dim=-1).values  # in prompt order; P marks a slot that stays free
+        index = kept.clamp(max=P - 1)
+        for slots, prompt in ((self.k, k), (self.v, v)):
+            self._samples(slots[layer])[..., :K, :] = prompt.gather(2, index[..., None].expand(-1, -1, -1, hs))[:, None]
+        for slots, prompt in ((self.total_attn, view.total_attn), (self.noise, view.noise)):
+            if slots is not None:
+                self._samples(slots[layer])[..., :K] = prompt.gather(2, index)[:, None]
+        self._samples(self.pos[layer])[..., :K] = kept.masked_fill(kept == P, -1)[:, None]
+        alive = torch.zeros(N, nkv, P + 1, dtype=torch.bool, device=k.device).scatter_(2, kept, True)[..., :P]
+        dropped = (view.pos >= 0) & ~alive  # (N, nkv, P)
+        self._samples(self.evicted_at[layer])[..., :P] = torch.where(dropped, length[:, None], NEVER)[:, None]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def _decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One token a row: choose the victim, overwrite it, note it, attend, update the statistics, in this order."""
+        B, nh, _, hs = q.shape
+        K, V, pos, scores, t = self.k[layer], self.v[layer], self.pos[layer], self.scores[layer], self.t
+        used = self.keep + self.step  # (B,) slots filled so far, or more once the row is full
+        slot = used.clamp(max=self.S - 1)[:, None].expand(B, K.shape[1])  # (B, nkv)
+        used_most = self.max_keep + self.step
+        if used_most + self.interval > self.S and self.step % self.interval == 0:  # someone fills up before the next
+            view = LayerView(K, pos)
+            view.total_attn = None if self.total_attn is None else self.total_attn[layer]
+            view.noise = None if self.noise is None else self.noise[layer]
+            if self.ring is not None:
+                view.window_attn = self._window_attn(self.ring[layer], self.ring_pos[layer], K, pos)
+            scores.copy_(self.score_fn(view))
+        if used_most >= self.S:
+            victim = self._protect(scores, pos, t - 1).argmin(-1)  # (B, nkv)
+            full = (used >= self.S)[:, None]  # (B, 1)
+            slot = torch.where(full, victim, slot)
+            j = pos.gather(2, slot[..., None]).clamp(min=0).long()  # (B, nkv, 1) position of the victim
+            record = self.evicted_at[layer]
+            noted = torch.where((full & self.active[:, None])[..., None], t[:, None, None], record.gather(2, j))
+            record.scatter_(2, j, noted.int())
+
+        slot = slot[..., None]  # (B, nkv, 1)
+        K.scatter_(2, slot[..., None].expand(-1, -1, -1, hs), k)
+        V.scatter_(2, slot[..., None].expand(-1, -1, -1, hs), v)
+        pos.scatter_(2, slot, t[:, None, None].expand_as(slot).int())
+        probs = attention_probs(q, K, t[:, None], pos)  # (B, nkv, g, 1, S)
+        y = (probs.squeeze(3).to(V.dtype) @ V).reshape(B, nh, 1, hs)
+
+        scores.scatter_(2, slot, torch.inf)  # unknown until the next refresh; a scored key is always left to evict
+        if self.total_attn is not None:
+            self.total_attn[layer].scatter_(2, slot, 0).add_(probs.sum(3).mean(2))
+        if self.noise is not None:
+            drawn = torch.rand(slot.shape, device=k.device, generator=self.generator)
+            self.noise[layer].scatter_(2, slot, drawn.to(self.noise.dtype))
+        if self.ring is not None:
+            rows = torch.arange(B, device=k.device)
+            self.ring[layer][rows, :, t % self.W] = q[:, :, 0]
+            self.ring_pos[layer][rows, t % self.W] = t.int()
+        return y
+
+    def _samples(self, x: Tensor) -> Tensor:
+        """View (B, ...) as (N, G, ...): what a prompt computed once is written to its G samples by broadcasting."""
+        return x.unflatten(0, (-1, self.G))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rollout
+
+
+@dataclass
+class Rollout:
+    """B = N*G sampled rows, right-padded with token 0 to the longest, T. Row b = n*G + g continues prompt n."""
+
+    tokens: Tensor  # (B,T) int64: prompt, response with its EOS, padding
+    prompt_len: Tensor  # (B,) int64
+    length: Tensor  # (B,) int64: prompt and response
+    response_mask: Tensor  # (B,T) bool: the sampled tokens, EOS among them (stopping is an action)
+    finished: Tensor  # (B,) bool: EOS was drawn
+    logp: Tensor  # (B,T) float32, nats: the sampler's own; logp[b,t] scores tokens[b,t], 0 off the response
+    evicted_at: Tensor  # (L,B,nkv,T) int32: the shadow mask; 0 on padding
+    kv_bytes: int  # allocated K and V storage, all layers and rows
+    kv_bytes_dense: int  # the same with a slot for every token
+    policy_bytes: int  # what choosing victims costs beside that
+
+
+@torch.no_grad()
+def rollout(
+    model,
+    prompts: list[list[int]],
+    group_size: int,
+    max_new_tokens: int,
+    *,
+    eos_ids: list[int],
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+    **cache_options,
+) -> Rollout:
+    """Sample group_size responses to each prompt with a (compressed) cache, and record what each query saw.
+
+    prompts: N lists of token ids, of any lengths. eos_ids: each of them ends a row. temperature divides the logits;
+    0 is greedy decoding, whose logp is that at temperature 1. generator: on the model's device. cache_options:
+    kv_budget, prompt_budget, policy, sinks, recent, pool, interval of KVCache; the default is the dense cache.
+    Raises ValueError naming the value and what is allowed: an empty prompt, a prompt that leaves no room in
+    model.config.block_size for max_new_tokens, a temperature below 0, or a bad cache option.
+    """
+    config, device = model.config, next(model.parameters()).device
+    lens = [len(p) for p in prompts]
+    if not prompts or not min(lens):
+        which = f"prompt {lens.index(0)} of {len(lens)} is empty" if prompts else "no prompts"
+        raise ValueError(f"{which}: a rollout needs at least one prompt, each of at least one token")
+    if group_size < 1 or max_new_tokens < 1:
+        raise ValueError(f"group_size={group_size}, max_new_tokens={max_new_tokens}: both must be at least 1")
+    if max(lens) + max_new_tokens > config.block_size:
+        raise ValueError(
+            f"a prompt of {max(lens)} tokens and max_new_tokens={max_new_tokens} exceed block_size={config.block_size}"
+        )
+    if temperature < 0:
+        raise ValueError(f"temperature={temperature}: must be at least 0 (0 is greedy)")
+
+    autocast = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocast else next(model.parameters()).dtype
+    N, G, B, P, T = len(prompts), group_size, len(prompts) * group_size, max(lens), max(lens) + max_new_tokens
+    cache = KVCache(config, lens, G, max_new_tokens, dtype=dtype, device=device, generator=generator, **cache_options)
+
+    padded = torch.zeros(N, P, dtype=torch.int64)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    padded = padded.to(device)
+    tokens = F.pad(padded.repeat_interleave(G, dim=0), (0, max_new_tokens))  # (B, T)
+    logp = torch.zeros(B, T, device=device)
+    prompt_len = torch.tensor(lens, device=device).repeat_interleave(G)  # (B,)
+    length = prompt_len.clone()
+    rows, eos = torch.arange(B, device=device), torch.tensor(list(eos_ids), device=device)
+
+    logits = model(padded, cache=cache).repeat_interleave(G, dim=0)  # (B, 1, V): one prefill a prompt
+    for step in range(max_new_tokens):
+        logits = logits[:, -1].to(torch.promote_types(logits.dtype, torch.float32))
+        all_logp = torch.log_softmax(logits / (temperature or 1.0), dim=-1)  # (B, V)
+        if temperature == 0:
+            token = all_logp.argmax(-1)  # (B,)
+        else:
+            token = torch.multinomial(all_logp.exp(), 1, generator=generator).squeeze(1)
+        token = token.masked_fill(~cache.active, 0)  # a row that has ended is padded
+        tokens[rows, prompt_len + step] = token
+        logp[rows, prompt_len + step] = all_logp.gather(1, token[:, None]).squeeze(1).float() * cache.active
+        length += cache.active
+        cache.active &= ~torch.isin(token, eos)
+        if step + 1 == max_new_tokens or not cache.active.any():
+            break  # the last sampled token is never fed, so it evicts nothing
+        logits = model(token[:, None], cache=cache)  # (B, 1, V)
+
+    T = int(length.max())
+    position = torch.arange(T, device=device)
+    real = position < length[:, None]  # (B, T)
+    return Rollout(
+        tokens=tokens[:, :T],
+        prompt_len=prompt_len,
+        length=length,
+        response_mask=real & (position >= prompt_len[:, None]),
+        finished=~cache.active,
+        logp=logp[:, :T],
+        evicted_at=cache.evicted_at[..., :T].masked_fill(~real[:, None], 0),  # padding is evicted before it is born
+        kv_bytes=cache.kv_bytes,
+        kv_bytes_dense=cache.kv_bytes // cache.S * (P + max_new_tokens),
+        policy_bytes=cache.policy_bytes,
+    )

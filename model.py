@@ -1,0 +1,166 @@
+"""The transformer: RoPE, RMSNorm, grouped-query attention, SwiGLU. One forward, three uses.
+
+    logits = model(idx)                          learner, full view: causal attention
+    logits = model(idx, evicted_at=evicted_at)   learner, masked: each query sees what the sampler saw
+    logits = model(idx, cache=cache)             sampler: prompts first, then one token a call
+
+How to read it: `GPT.forward` first. The three uses differ in one function, `attend`, that is handed to every layer.
+
+Left out: dropout (RL turns it off), sharding, and a table of rotary angles (they are computed from the positions, in
+float32 or better, whatever the dtype of the weights).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import dense_attention, shadow_attention
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 128  # longest sequence, prompt and response together, in tokens
+    vocab_size: int = 256
+    n_layer: int = 2
+    n_head: int = 4
+    n_kv_head: int = 2  # query heads share the keys and values of a kv head (arXiv 2305.13245)
+    n_embd: int = 64
+    head_dim: int | None = None  # default n_embd / n_head; some models choose it freely
+    ffn_dim: int | None = None  # SwiGLU width; default 8/3 n_embd, rounded up to a multiple of 32
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    qk_norm: bool = False  # RMSNorm on every head's queries and keys, before the rotation
+    qkv_bias: bool = False
+    tie_head: bool = True  # the output head is the embedding
+
+    def __post_init__(self):
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
+        if self.head_dim is None:
+            if self.n_embd % self.n_head:
+                raise ValueError(f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}, or give head_dim")
+            self.head_dim = self.n_embd // self.n_head
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs")
+        if self.ffn_dim is None:
+            self.ffn_dim = 32 * math.ceil(8 * self.n_embd / 3 / 32)
+
+
+def rope_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos, sin of position * theta^(-2i/hs), i < hs/2: each (B,1,T,hs/2), positions (B,T). RoPE, arXiv 2104.09864."""
+    dtype = torch.promote_types(dtype, torch.float32)  # bf16 holds integers exactly only up to 256
+    frequency = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=dtype) / head_dim)  # (hs/2,)
+    angles = positions[:, None, :, None].to(dtype) * frequency  # (B, 1, T, hs/2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (x_i, x_{i + hs/2}) of x (B,h,T,hs) by their angles (the half-split convention of Llama, Qwen)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)  # (B, h, T, hs)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        nh, nkv, hs, C = config.n_head, config.n_kv_head, config.head_dim, config.n_embd
+        self.qkv = nn.Linear(C, (nh + 2 * nkv) * hs, bias=config.qkv_bias)
+        self.out = nn.Linear(nh * hs, C, bias=False)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(hs, config.norm_eps)
+            self.k_norm = nn.RMSNorm(hs, config.norm_eps)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Callable) -> Tensor:
+        nh, nkv, hs = self.config.n_head, self.config.n_kv_head, self.config.head_dim
+        heads = self.qkv(x).unflatten(-1, (nh + 2 * nkv, hs)).transpose(1, 2)  # (B, nh + 2 nkv, T, hs)
+        q, k, v = heads.split((nh, nkv, nkv), dim=1)
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *rope), rotate(k, *rope)  # rotated at birth: a cached key needs no position, so no order
+        y = attend(q, k, v)  # (B, nh, T, hs)
+        return self.out(y.transpose(1, 2).flatten(2))  # (B, T, C)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x) * up x), arXiv 2002.05202; gate and up are one matrix."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.gate_up = nn.Linear(config.n_embd, 2 * config.ffn_dim, bias=False)
+        self.down = nn.Linear(config.ffn_dim, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.norm1 = nn.RMSNorm(config.n_embd, config.norm_eps)
+        self.attention = Attention(config)
+        self.norm2 = nn.RMSNorm(config.n_embd, config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Callable) -> Tensor:
+        x = x + self.attention(self.norm1(x), rope, attend)
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig, generator: torch.Generator | None = None):
+        """Weights from `generator`: N(0, 0.02), those of projections into the residual stream scaled by 1/sqrt(2L)."""
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        for name, p in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(p)
+            elif p.dim() == 2:
+                std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith(("out.weight", "down.weight")) else 0.02
+                nn.init.normal_(p, std=std, generator=generator)
+        if config.tie_head:
+            self.head.weight = self.embed.weight
+
+    def forward(self, idx: Tensor, evicted_at: Tensor | None = None, cache=None) -> Tensor:
+        """Logits (B,T,V) of token ids idx (B,T).
+
+        evicted_at (L,B,nkv,T) int32: key j of row b, layer l, kv head h is seen by the queries i with
+        j <= i < evicted_at[l,b,h,j]; None is the full view (SMD, arXiv 2605.06850).
+        cache: a kv_compress.KVCache, fed with the prompts (N,P) once and then with one token a row (B,1); only the
+        logits of each row's last token are computed, (N,1,V) or (B,1,V).
+        Raises ValueError if T > block_size, or if both evicted_at and cache are given.
+        """
+        T = idx.shape[1]
+        if self.config.block_size < T:
+            raise ValueError(f"{T} tokens in a row, but block_size={self.config.block_size}")
+        if cache is not None and evicted_at is not None:
+            raise ValueError("give evicted_at (learner) or cache (sampler), not both: a cache hides what it evicted")
+
+        positions = torch.arange(T, device=idx.device)[None] if cache is None else cache.advance(T)  # (1|B, T)
+        rope = rope_angles(positions, self.config.head_dim, self.config.rope_theta, self.embed.weight.dtype)
+        x = self.embed(idx)  # (B, T, C)
+        for layer, block in enumerate(self.blocks):
+            if cache is not None:
+                attend = partial(cache.attend, layer)
+            elif evicted_at is not None:
+                attend = partial(shadow_attention, evicted_at=evicted_at[layer])
+            else:
+                attend = dense_attention
+            x = block(x, rope, attend)
+        if cache is not None:
+            x = cache.last(x)  # (B, 1, C)
+        return self.head(self.norm(x))  # (B, T, V)
