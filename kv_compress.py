@@ -16,7 +16,7 @@ Left out: paging, prefix sharing between prompts, top-k and top-p sampling (the 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -379,6 +379,13 @@ class Rollout:
     kv_bytes: int  # allocated K and V storage, all layers and rows
     kv_bytes_dense: int  # the same with a slot for every token
     policy_bytes: int  # what choosing victims costs beside that
+
+    def select(self, rows: Tensor) -> "Rollout":
+        """The given rows (b,) alone, cut to the longest of them; the byte counts stay those of the whole rollout."""
+        T = int(self.length[rows].max())
+        by_row = {name: getattr(self, name)[rows] for name in ("prompt_len", "length", "finished")}
+        by_token = {name: getattr(self, name)[rows, :T] for name in ("tokens", "response_mask", "logp")}
+        return replace(self, **by_row, **by_token, evicted_at=self.evicted_at[:, rows, :, :T])
 
 
 @torch.no_grad()

@@ -119,7 +119,7 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig, generator: torch.Generator | None = None):
-        """Weights from `generator`: N(0, 0.02), those of projections into the residual stream scaled by 1/sqrt(2L)."""
+        """Weights from `generator`: N(0, 1/fan_in), those into the residual stream scaled by 1/sqrt(2L) once more."""
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
@@ -129,8 +129,9 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(p)
-            elif p.dim() == 2:
-                std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith(("out.weight", "down.weight")) else 0.02
+            elif p.dim() == 2:  # small models learn to copy several times sooner than from the usual constant 0.02
+                into_residual = name.endswith(("out.weight", "down.weight"))
+                std = p.shape[1] ** -0.5 / (math.sqrt(2 * config.n_layer) if into_residual else 1)
                 nn.init.normal_(p, std=std, generator=generator)
         if config.tie_head:
             self.head.weight = self.embed.weight

@@ -1,7 +1,7 @@
 """The default task: look up three of sixteen name=value pairs that stand among filler, and add the values.
 
-    prompt     the c3 of k0 m1 and ... ? c m k =            53 tokens, a pair is one token
-    solution   c 3 3 m 1 4 k 0 4 # 4                         name, value, running sum; then the answer (and EOS)
+    prompt     pairs the c3 of k0 m1 and ... ? c m k =      54 tokens, a pair is one token
+    solution   c 3 3 m 1 4 k 0 4 # 4                        name, value, running sum; then the answer (and EOS)
 
 The prompt is mostly noise, so a good eviction policy can drop most of its keys; but what it must keep depends on the
 question, and each step of the chain of thought needs another pair. A sampler that lost a pair has to guess.
@@ -15,26 +15,7 @@ from data import Problem, WordTokenizer
 NAMES = [chr(ord("a") + i) for i in range(20)]
 VALUES = 4  # 0..3
 PAIRS, FILLERS, ASKED = 16, 32, 3
-FILLER = [
-    "and",
-    "as",
-    "at",
-    "but",
-    "by",
-    "for",
-    "from",
-    "in",
-    "of",
-    "on",
-    "or",
-    "so",
-    "that",
-    "the",
-    "then",
-    "to",
-    "with",
-    "yet",
-]
+FILLER = ["and", "as", "at", "but", "by", "for", "from", "in", "of", "on", "or", "so", "that", "the", "to", "with"]
 
 tokenizer = WordTokenizer(
     "recall",
@@ -42,9 +23,9 @@ tokenizer = WordTokenizer(
     + NAMES
     + FILLER
     + [str(i) for i in range(ASKED * (VALUES - 1) + 1)]
-    + ["?", "=", "#"],
+    + ["pairs", "?", "=", "#"],
 )
-max_prompt = PAIRS + FILLERS + ASKED + 2
+max_prompt = 1 + PAIRS + FILLERS + 1 + ASKED + 1
 max_response = 3 * ASKED + 2 + 1
 
 
@@ -55,7 +36,7 @@ def make_problem(rng: random.Random, split: str) -> Problem:
         words = [f"{n}{v}" for n, v in values.items()] + rng.choices(FILLER, k=FILLERS)
         rng.shuffle(words)
         asked = rng.sample(list(values), ASKED)
-        prompt = "".join(f" {w}" for w in [*words, "?", *asked, "="])
+        prompt = "".join(f" {w}" for w in ["pairs", *words, "?", *asked, "="])
         if (zlib.crc32(prompt.encode()) % 16 == 0) == (split == "eval"):
             break
     total, solution = 0, ""

@@ -1,0 +1,632 @@
+"""One GRPO loop: roll out with a compressed KV cache, reward, advantage, loss, step.
+
+    python train.py                                      the default: smd on the recall task, laptop CPU or one GPU
+    python train.py --method=naive --out_dir=out-naive   the same run with a learner that sees everything
+    python train.py config/x.toml --learning_rate=1e-4   overrides, from left to right
+    python train.py --help                               every key with its meaning
+
+How to read it: `Config`, then `train`, whose loop has seven numbered steps. `Learner` scores tokens the way the method
+asks for; everything else here is reading options and writing files.
+
+Simplifications: no KL to a reference policy, no entropy bonus, no learning-rate schedule; every sampled token is used
+for one optimiser step (updates_per_rollout splits the rollout, it does not repeat it).
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import inspect
+import json
+import math
+import os
+import random
+import re
+import sys
+import time
+import tomllib
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+import losses
+import model as model_file
+from kv_compress import Rollout, check_options, rollout
+from model import GPT, GPTConfig
+
+
+@dataclass
+class Config:
+    # where and on what
+    out_dir: str = "out"  # gets log.jsonl, summary.json, curves.png and ckpt.pt; an older run in it is overwritten
+    warm_dir: str = "out/warm"  # warm starts, kept by configuration
+    seed: int = 1337  # of the weights, the problems and the sampling
+    device: str = "auto"  # auto is cuda where there is one, else cpu
+    dtype: str = "float32"  # or bfloat16: autocast over float32 master weights
+    compile: bool = False  # torch.compile the learner; on a CPU it takes longer than it brings
+    init_from: str = "scratch"  # scratch (with the warm start), or resume to go on from out_dir/ckpt.pt
+    # task and model
+    task: str = "recall"  # a module in data/
+    n_layer: int = 2
+    n_head: int = 4
+    n_kv_head: int = 2  # query heads share kv heads; evictions are decided per kv head
+    n_embd: int = 64
+    block_size: int = 128  # longest prompt and response together
+    # supervised warm start: RL needs a model that sometimes succeeds
+    warm_iters: int = 600
+    warm_batch_size: int = 64  # worked solutions a step
+    warm_learning_rate: float = 2e-3
+    # optimiser
+    max_iters: int = 300  # rollouts
+    learning_rate: float = 2e-4
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0  # largest norm of the gradient
+    # GRPO
+    prompts_per_step: int = 32
+    group_size: int = 8  # samples per prompt; their mean reward is the baseline
+    micro_batch_size: int = 256  # rows per forward; the result does not depend on it
+    updates_per_rollout: int = 1  # optimiser steps that share a rollout, each on its own rows
+    max_new_tokens: int = 12  # response length, EOS included
+    temperature: float = 1.0  # divides the logits of sampler and learner alike
+    method: str = "smd"  # dense | naive | bypass | importance | sparse_rl | smd
+    importance_mode: str = "token"  # of method=importance: token | token_truncated | sequence
+    clip: float = 0.2  # the ratio is clipped to [1 - clip, 1 + clip_high]
+    clip_high: float = 0.0  # 0: the same as clip
+    adv_scale: str = "std"  # std: GRPO's; none: only the mean is subtracted
+    reward_coef: float = 1.0  # weight of the reward's advantage
+    # KV compression
+    policy: str = "snapkv"  # snapkv | h2o | rkv | streaming | random
+    kv_budget: int = 0  # slots per (layer, row, kv head), prompt and response together; 0: as many as needed
+    prompt_budget: int | float = 0.25  # prompt keys kept, a number or a fraction in (0, 1]; 0: all that fit
+    sinks: int = 1  # first positions that are never evicted
+    recent: int = 5  # newest keys that are never evicted, and the window of snapkv and rkv
+    pool: int = 1  # neighbours over which the prompt's window attention is averaged
+    interval: int = 1  # tokens between two refreshes of the policy's scores
+    # shadow mask distillation: Track A is on with method=smd, Track B with smd_lambda > 0
+    smd_lambda: float = 0.0  # the paper's value is 0.1; at toy scale it did not help
+    smd_track_b: str = "dense_teaches_masked"  # or masked_teaches_dense, what the authors' public code does
+    # on-policy distillation from a teacher, under the student's own view (masked with method=smd)
+    opd: str = "off"  # off | sampled | mean | vopd | vopd_optimal | full | topk_kl
+    opd_coef: float = 1.0  # weight of the distillation's advantage, or of the direct KL of full and topk_kl
+    opd_topk: int = 20  # support of vopd's baseline and of topk_kl; 0: the whole vocabulary
+    teacher: str = ""  # a checkpoint with the same vocabulary, or a .toml whose warm start is the teacher
+    # evaluation: greedy accuracy, with the dense and with the compressed cache
+    eval_interval: int = 0  # steps between evaluations; 0: before and after only
+    eval_problems: int = 1024
+    eval_only: bool = False  # evaluate and stop
+
+
+CHOICES = {
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": ("float32", "bfloat16"),
+    "init_from": ("scratch", "resume"),
+    "method": ("dense", "naive", "bypass", "importance", "sparse_rl", "smd"),
+    "importance_mode": ("token", "token_truncated", "sequence"),
+    "adv_scale": ("std", "none"),
+    "smd_track_b": ("dense_teaches_masked", "masked_teaches_dense"),
+    "opd": ("off", "sampled", "mean", "vopd", "vopd_optimal", "full", "topk_kl"),
+}
+CACHE_KEYS = ("kv_budget", "prompt_budget", "policy", "sinks", "recent", "pool", "interval")
+OPD_BASELINES = {"sampled": "none", "mean": "none", "vopd": "value", "vopd_optimal": "optimal"}
+WARM_KEYS = ("warm_iters", "warm_batch_size", "warm_learning_rate")
+RESCORED = ("naive", "importance", "sparse_rl")  # their old policy is not the sampler's but the full view's
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options: a dataclass, TOML files, --key=value
+
+
+def parse_value(key: str, value, where: str):
+    """`value` as the type that Config declares for `key`: text from the command line, or a TOML value."""
+    kinds = {f.name: f.type for f in dataclasses.fields(Config)}
+    if key not in kinds:
+        close = difflib.get_close_matches(key, kinds, n=1, cutoff=0)[0]
+        raise ValueError(f"{where}: there is no key {key!r}; the closest is {close!r}")
+    kind, parsed = kinds[key], None
+    allowed = typing.get_args(kind) or (kind,)  # int | float tries int first: 12 is a number of keys, 0.25 a fraction
+    if bool in allowed:
+        parsed = {"true": True, "false": False}.get(str(value).lower())
+    elif type(value) in allowed:
+        parsed = value
+    elif type(value) in (int, str):
+        for number in allowed:
+            with contextlib.suppress(ValueError):
+                parsed = number(value) if parsed is None else parsed
+    if parsed is None:
+        raise ValueError(f"{where}: {key}={value!r} must be {getattr(kind, '__name__', kind)}")
+    if isinstance(parsed, float) and not math.isfinite(parsed):
+        raise ValueError(f"{where}: {key}={value!r} must be a finite number")
+    return parsed
+
+
+def load_config(argv: list[str]) -> Config:
+    """Config from arguments: TOML files and --key=value, later ones win. Raises ValueError for what does not fit.
+
+    With init_from=resume the checkpoint's configuration takes the place of the defaults.
+    """
+    given = {}
+    for arg in argv:
+        if arg.startswith("--"):
+            key, equals, value = arg[2:].partition("=")
+            if not equals:
+                raise ValueError(f"{arg}: options are written --key=value")
+            given[key] = parse_value(key, value, "command line")
+        elif not Path(arg).is_file():
+            raise ValueError(f"{arg}: there is no such configuration file")
+        else:
+            try:
+                table = tomllib.loads(Path(arg).read_text())
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+                raise ValueError(f"{arg}: not a TOML file: {e}") from None
+            given |= {key: parse_value(key, value, arg) for key, value in table.items()}
+    config = Config(**given)
+    if config.init_from == "resume":
+        config = Config(**(load_checkpoint(Path(config.out_dir) / "ckpt.pt")["config"] | given))
+    check_config(config)
+    return config
+
+
+def check_config(config: Config) -> None:
+    """Raise ValueError, naming the value and what is allowed, for a configuration that could not run."""
+    for key, allowed in CHOICES.items():
+        if (value := getattr(config, key)) not in allowed:
+            raise ValueError(f"{key}={value!r}: must be one of {', '.join(allowed)}")
+    check_options(**{key: getattr(config, key) for key in CACHE_KEYS})
+    least = dict.fromkeys(("prompts_per_step", "group_size", "micro_batch_size", "updates_per_rollout"), 1)
+    least |= dict.fromkeys(("max_new_tokens", "warm_batch_size", "eval_problems"), 1)
+    least |= dict.fromkeys(("max_iters", "warm_iters", "eval_interval", "opd_topk", "smd_lambda", "clip_high"), 0)
+    least |= dict.fromkeys(("weight_decay", "reward_coef", "opd_coef"), 0)
+    for key, smallest in least.items():
+        if not (value := getattr(config, key)) >= smallest:
+            raise ValueError(f"{key}={value}: must be at least {smallest}")
+    for key in ("temperature", "learning_rate", "warm_learning_rate", "grad_clip", "clip"):
+        if not (value := getattr(config, key)) > 0:
+            why = " in training (0 is greedy: there is nothing to learn from)" if key == "temperature" else ""
+            raise ValueError(f"{key}={value}: must be above 0{why}")
+    if config.group_size == 1 and config.reward_coef > 0:
+        raise ValueError(
+            f"group_size=1 with reward_coef={config.reward_coef}: a group of one has no advantage; "
+            "take group_size of at least 2, or reward_coef=0"
+        )
+    if (rows := config.prompts_per_step * config.group_size) % config.updates_per_rollout:
+        raise ValueError(f"updates_per_rollout={config.updates_per_rollout}: must divide the {rows} rows of a rollout")
+    if (config.opd != "off") != bool(config.teacher):
+        raise ValueError(f"opd={config.opd!r} with teacher={config.teacher!r}: distillation needs both, or neither")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda': this machine has no CUDA device; use cpu or auto")
+    task = load_task(config.task)
+    if task.max_prompt + config.max_new_tokens > config.block_size:
+        raise ValueError(
+            f"max_new_tokens={config.max_new_tokens}: with prompts of up to {task.max_prompt} tokens this exceeds "
+            f"block_size={config.block_size}"
+        )
+    if config.opd_topk > task.tokenizer.vocab_size:
+        raise ValueError(f"opd_topk={config.opd_topk}: must be at most the vocabulary's {task.tokenizer.vocab_size}")
+    gpt_config(config, task)  # raises for a shape that cannot be
+    if config.teacher.endswith(".toml"):
+        if vocabulary_digest(load_task(load_config([config.teacher]).task)) != vocabulary_digest(task):
+            raise ValueError(f"teacher={config.teacher!r}: its vocabulary is not that of task {config.task!r}")
+    elif config.teacher:
+        load_model(config.teacher, task)
+
+
+def help_text() -> str:
+    """Every key of Config with its default and its comment, from the source above: said once, shown twice."""
+    lines = []
+    for line in inspect.getsource(Config).splitlines()[2:]:
+        if m := re.fullmatch(r"    (\w+): .+? = (.+?)(?:  # (.+))?", line):
+            lines.append(f"  --{m[1] + '=' + m[2]:<46} {m[3] or ''}".rstrip())
+        else:
+            lines.append(f"\n{line.strip().lstrip('# ')}")
+    return f"{__doc__}\n" + "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Task, model, files
+
+
+def load_task(name: str):
+    """The module data.NAME. Raises ValueError naming those there are."""
+    here = Path(__file__).parent / "data"
+    tasks = sorted(p.stem for p in here.glob("*.py") if "def make_problem(" in p.read_text())
+    if name not in tasks:
+        raise ValueError(f"task={name!r}: must be one of {', '.join(tasks)}, the tasks in data/")
+    return importlib.import_module(f"data.{name}")
+
+
+def gpt_config(config: Config, task) -> GPTConfig:
+    shape = {k: getattr(config, k) for k in ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size")}
+    return GPTConfig(vocab_size=task.tokenizer.vocab_size, **shape)
+
+
+def vocabulary_digest(task) -> str:
+    """Two models can be compared token by token only if every id means the same text to both."""
+    tokenizer = task.tokenizer
+    words = "\0".join(tokenizer.decode([id]) for id in range(tokenizer.vocab_size))
+    return hashlib.sha256(words.encode()).hexdigest()
+
+
+def save_checkpoint(path: Path, **state) -> None:
+    """Write tensors and plain types; a reader sees the old file or the new one, never half of one."""
+    temporary = path.with_suffix(".tmp")
+    torch.save(state, temporary)
+    os.replace(temporary, path)
+
+
+def load_checkpoint(path: str | Path) -> dict:
+    """Raises ValueError if there is no whole checkpoint at `path`."""
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: there is no such checkpoint")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as e:  # a damaged file can fail anywhere in the reader
+        raise ValueError(f"{path}: not a whole checkpoint ({type(e).__name__})") from None
+
+
+def load_model(path: str | Path, task) -> GPT:
+    """The model of a checkpoint. Raises ValueError if its vocabulary is not the task's."""
+    state = load_checkpoint(path)
+    if state["vocabulary"] != vocabulary_digest(task):
+        raise ValueError(f"{path}: its vocabulary is not that of task {task.__name__.removeprefix('data.')!r}")
+    model = GPT(GPTConfig(**state["gpt"]))
+    model.load_state_dict(state["model"])
+    return model
+
+
+def load_teacher(config: Config, task, device: torch.device) -> GPT:
+    """The frozen model of a checkpoint, or the warm start that a .toml describes."""
+    if config.teacher.endswith(".toml"):
+        teacher_config = dataclasses.replace(load_config([config.teacher]), warm_dir=config.warm_dir)
+        teacher = warm_start(teacher_config, load_task(teacher_config.task), device)
+    else:
+        teacher = load_model(config.teacher, task).to(device)
+    return teacher.requires_grad_(False)
+
+
+def warm_start(config: Config, task, device: torch.device) -> GPT:
+    """A model that has imitated warm_iters batches of worked solutions; kept in warm_dir under all that shaped it."""
+    gpt = gpt_config(config, task)
+    made_of = {k: v for k, v in vars(config).items() if k == "seed" or k in WARM_KEYS}
+    sources = [Path(task.__file__).read_text(), Path(model_file.__file__).read_text(), repr(gpt), repr(made_of)]
+    path = Path(config.warm_dir) / f"{config.task}-{hashlib.sha256(repr(sources).encode()).hexdigest()[:12]}.pt"
+    if path.is_file():
+        tqdm.write(f"warm start: {path}")
+        return load_model(path, task).to(device)
+
+    model = GPT(gpt, torch.Generator().manual_seed(config.seed)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    rng = random.Random(f"warm start {config.seed}")
+    for it in tqdm(range(config.warm_iters), desc="warm start", disable=None):
+        for group in optimizer.param_groups:
+            group["lr"] = config.warm_learning_rate * min(1, (it + 1) / 50)
+        tokens, mask = solved_batch(task, rng, config.warm_batch_size)
+        tokens, mask = tokens.to(device), mask.to(device)
+        logits = model(tokens[:, :-1])  # (b, T-1, V)
+        loss = F.cross_entropy(logits[mask[:, 1:]], tokens[:, 1:][mask[:, 1:]])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if it % 100 == 0 or it + 1 == config.warm_iters:
+            tqdm.write(f"warm start {it:4d}  loss {loss.item():.3f}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(path, model=model.state_dict(), gpt=dataclasses.asdict(gpt), vocabulary=vocabulary_digest(task))
+    return model
+
+
+def solved_batch(task, rng: random.Random, n: int) -> tuple[Tensor, Tensor]:
+    """Tokens (n,T) of n problems with their worked solutions and EOS, right-padded, and a mask (n,T) of the latter."""
+    tok, rows = task.tokenizer, []
+    for problem in (task.make_problem(rng, "train") for _ in range(n)):
+        rows.append((tok.encode(problem.prompt), [*tok.encode(problem.solution), tok.eos_id]))
+    tokens = torch.zeros(n, max(len(p) + len(s) for p, s in rows), dtype=torch.int64)
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    for i, (prompt, solution) in enumerate(rows):
+        end = len(prompt) + len(solution)
+        tokens[i, :end] = torch.tensor(prompt + solution)
+        mask[i, len(prompt) : end] = True
+    return tokens, mask
+
+
+def rewards_of(task, problems, roll: Rollout) -> Tensor:
+    """The verifier's reward (B,) of each row; row b answers problem b // G."""
+    G = len(roll.tokens) // len(problems)
+    rewards = []
+    for b, row in enumerate(roll.tokens.tolist()):
+        response = task.tokenizer.decode(row[roll.prompt_len[b] : roll.length[b]])
+        rewards.append(task.reward(problems[b // G], response))
+    return torch.tensor(rewards)
+
+
+def evaluate(model: GPT, task, config: Config, autocast) -> dict[str, float]:
+    """Greedy accuracy on the same eval_problems for every run, decoding with the dense and the compressed cache."""
+    rng = random.Random("eval")
+    problems = [task.make_problem(rng, "eval") for _ in range(config.eval_problems)]
+    accuracy = {}
+    for name, options in (("dense", {}), ("compressed", {k: getattr(config, k) for k in CACHE_KEYS})):
+        right = 0.0
+        for i in range(0, len(problems), 256):
+            batch = problems[i : i + 256]
+            prompts = [task.tokenizer.encode(p.prompt) for p in batch]
+            with autocast:
+                roll = rollout(
+                    model, prompts, 1, config.max_new_tokens, eos_ids=[task.tokenizer.eos_id], temperature=0, **options
+                )
+            right += (rewards_of(task, batch, roll) == 1).sum().item()
+        accuracy[name] = right / len(problems)
+    return accuracy
+
+
+def adam_variance(optimizer: torch.optim.AdamW) -> float:
+    """Sum over parameters of v^ - m^2, Adam's bias-corrected moments: a running estimate of the gradient's variance."""
+    total = 0.0
+    for group in optimizer.param_groups:
+        beta1, beta2 = group["betas"]
+        for state in (optimizer.state[p] for p in group["params"] if p in optimizer.state):
+            m = state["exp_avg"] / (1 - beta1 ** state["step"])
+            v = state["exp_avg_sq"] / (1 - beta2 ** state["step"])
+            total += (v.sum() - m.square().sum()).item()
+    return total
+
+
+def draw_curves(out_dir: Path) -> None:
+    """out_dir/curves.png from out_dir/log.jsonl, if matplotlib is installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    rows = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
+    panels = [("reward", "mean reward", "linear"), ("gap_max", "largest |learner - sampler| logp, nats", "log")]
+    panels += [("grad_norm", "gradient norm", "linear"), ("completion_len", "response length, tokens", "linear")]
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (key, label, scale) in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        axes.plot([row["step"] for row in rows], [row[key] for row in rows], color="black", linewidth=1)
+        axes.set(xlabel="step", ylabel=label, yscale=scale)
+    figure.savefig(out_dir / "curves.png", dpi=120)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop
+
+
+def train(config: Config) -> dict:
+    """Run a checked `config`; writes out_dir/{log.jsonl, summary.json, curves.png, ckpt.pt}, returns the summary."""
+    use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda" if use_cuda else "cpu")
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
+    task, out_dir = load_task(config.task), Path(config.out_dir)
+    tok, tau = task.tokenizer, config.temperature
+    masked = config.method == "smd"  # the student's view: what the sampler saw, or everything
+    cache_options = {} if config.method == "dense" else {key: getattr(config, key) for key in CACHE_KEYS}
+    rng = random.Random(f"problems {config.seed}")
+    generator = torch.Generator(device).manual_seed(config.seed)  # sampling, random eviction, the order of rows
+    resumed = load_checkpoint(out_dir / "ckpt.pt") if config.init_from == "resume" else None
+    start_time = time.time()
+
+    model = load_model(out_dir / "ckpt.pt", task).to(device) if resumed else warm_start(config, task, device)
+    teacher = load_teacher(config, task, device) if config.teacher else None
+    learner = torch.compile(model, dynamic=True) if config.compile else model
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
+    )
+    summary = {"config": vars(config), "seed": config.seed, "parameters": sum(p.numel() for p in model.parameters())}
+    summary |= {"gap_max": 0.0, "skipped_steps": 0, "seconds": 0.0}
+    first_step = 0
+    if resumed:
+        optimizer.load_state_dict(resumed["optimizer"])
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = config.learning_rate, config.weight_decay
+        version, internal, gauss = resumed["rng"]
+        rng.setstate((version, tuple(internal), gauss))
+        generator.set_state(resumed["generator"])
+        first_step = resumed["step"]
+        summary |= resumed["summary"] | {"config": vars(config)}
+    seconds_before = summary["seconds"]
+
+    out_dir.mkdir(parents=True, exist_ok=True)
+    log_path = out_dir / "log.jsonl"
+    rows_before = log_path.read_text().splitlines(keepends=True) if resumed and log_path.is_file() else []
+    log = log_path.open("w")
+    log.writelines(line for line in rows_before if json.loads(line)["step"] < first_step)
+
+    def run_eval(when: str) -> dict:
+        accuracy = evaluate(model, task, config, autocast)
+        tqdm.write(f"eval {when}: " + ", ".join(f"{view} {right:.3f}" for view, right in accuracy.items()))
+        return accuracy
+
+    def save(step: int) -> None:
+        summary["seconds"] = seconds_before + time.time() - start_time
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "rng": rng.getstate()}
+        state |= {"generator": generator.get_state(), "config": vars(config), "summary": summary}
+        state |= {"gpt": dataclasses.asdict(model.config), "vocabulary": vocabulary_digest(task)}
+        save_checkpoint(out_dir / "ckpt.pt", **state)
+
+    def logits_of(net: GPT, batch: Rollout, masked: bool) -> Tensor:
+        """Logits (b,T-1,V) that score batch.tokens[:, 1:]; the last token is not fed, as in the sampler."""
+        with autocast:
+            return net(batch.tokens[:, :-1], batch.evicted_at[..., :-1] if masked else None)
+
+    if not resumed:
+        summary["eval"] = {"before": run_eval("before")}
+    if config.eval_only:
+        log.close()
+        return summary
+
+    for step in tqdm(range(first_step, config.max_iters), desc="GRPO", disable=None):
+        clock = [time.perf_counter()]
+
+        # 1. Roll out: G samples of each prompt, with what each query saw on record.
+        problems = [task.make_problem(rng, "train") for _ in range(config.prompts_per_step)]
+        with autocast:
+            roll = rollout(
+                model,
+                [tok.encode(problem.prompt) for problem in problems],
+                config.group_size,
+                config.max_new_tokens,
+                eos_ids=[tok.eos_id],
+                temperature=tau,
+                generator=generator,
+                **cache_options,
+            )
+        B, T = roll.tokens.shape
+        mask, sampler_logp = roll.response_mask[:, 1:], roll.logp[:, 1:]  # (B, T-1) aligned with the logits
+        clock.append(time.perf_counter())
+
+        # 2. Reward, and 3. advantage: how much better than the other samples of the same prompt.
+        rewards = rewards_of(task, problems, roll).to(device)  # (B,)
+        advantages = config.reward_coef * losses.group_advantages(rewards, config.group_size, config.adv_scale)
+        advantages = advantages[:, None].expand(B, T - 1).clone()  # (B, T-1)
+
+        # 4. Score the rollout before the weights move: the full view's old policy, the teacher's opinion.
+        row = {"step": step, "reward": rewards.mean().item(), "completion_len": mask.sum().item() / B}
+        old_logp, weights = sampler_logp, None
+        if config.method in RESCORED or teacher:
+            student_logp, opd_advantages = torch.zeros(2, B, T - 1, device=device)  # (B, T-1) each
+            kl_sum = 0.0
+            for rows in torch.arange(B, device=device).split(config.micro_batch_size):
+                with torch.no_grad():
+                    batch = roll.select(rows)
+                    targets, m = batch.tokens[:, 1:], batch.response_mask[:, 1:]  # (b, t)
+                    at = (rows, slice(targets.shape[1]))
+                    student = logits_of(model, batch, masked)  # (b, t, V)
+                    student_logp[at] = losses.token_logprobs(student, targets, tau)
+                    if teacher:
+                        tutor = logits_of(teacher, batch, masked=False)  # (b, t, V): the teacher sees everything
+                        kl_sum += losses.reverse_kl(student[m], tutor[m], temperature=tau).sum().item()
+                        if config.opd in OPD_BASELINES:
+                            opd_advantages[at] = losses.opd_advantages(
+                                student,
+                                tutor,
+                                targets,
+                                baseline=OPD_BASELINES[config.opd],
+                                k=config.opd_topk,
+                                mask=m,
+                                temperature=tau,
+                            )
+            if config.method in RESCORED:
+                old_logp = student_logp
+                gap = (old_logp - sampler_logp).abs()[mask]
+                row |= {"gap_max": gap.max().item(), "gap_mean": gap.mean().item()}
+            if config.method in ("importance", "sparse_rl"):
+                mode = "sparse_rl" if config.method == "sparse_rl" else config.importance_mode
+                weights, w = losses.importance_weights(old_logp, sampler_logp, mask, mode)  # (B, T-1)
+                w = {name: value.item() for name, value in w.items()}
+                weight_mean = w["weight_sum"] / max(w["weight_count"], 1)
+                if mode == "sparse_rl" and weight_mean > 0:
+                    weights = weights / weight_mean
+                row |= {"weight_mean": weight_mean, "weight_max": w["weight_max"], "vetoed": w["vetoed"] / w["rows"]}
+                row["ess"] = w["seq_sum"] ** 2 / w["seq_sq_sum"] / w["rows"]
+            if teacher:
+                if config.opd == "mean":
+                    r = opd_advantages
+                    opd_advantages = (r - losses.other_rows_mean(r, mask, r.sum(), mask.sum())) * mask
+                advantages = advantages + config.opd_coef * opd_advantages
+                row |= {"opd_kl": kl_sum / mask.sum().item(), "opd_adv_std": opd_advantages[mask].std().item()}
+
+        # 5. Loss: micro-batches add up under one normaliser, the response tokens of the optimiser step.
+        clock.append(time.perf_counter())
+        totals, ratio_max, grad_norms = {}, 0.0, []
+        order = torch.arange(B, device=device)
+        if config.updates_per_rollout > 1:
+            order = torch.randperm(B, generator=generator, device=device)
+        for update, update_rows in enumerate(order.chunk(config.updates_per_rollout)):
+            normalizer = mask[update_rows].sum()
+            optimizer.zero_grad(set_to_none=True)
+            for rows in update_rows.split(config.micro_batch_size):
+                batch = roll.select(rows)
+                targets, m = batch.tokens[:, 1:], batch.response_mask[:, 1:]  # (b, t)
+                at = (rows, slice(targets.shape[1]))
+                logits = logits_of(learner, batch, masked)  # (b, t, V)
+                ppo = {"clip": config.clip, "clip_high": config.clip_high or config.clip, "normalizer": normalizer}
+                if masked:
+                    dense = None
+                    if config.smd_lambda > 0:
+                        with torch.set_grad_enabled(config.smd_track_b == "masked_teaches_dense"):
+                            dense = logits_of(learner, batch, masked=False)  # (b, t, V)
+                    ppo |= {"lam": config.smd_lambda, "track_b": config.smd_track_b, "temperature": tau}
+                    loss, stats = losses.smd_loss(logits, dense, targets, old_logp[at], advantages[at], m, **ppo)
+                else:
+                    logp = losses.token_logprobs(logits, targets, tau)  # (b, t)
+                    ppo["weights"] = None if weights is None else weights[at]
+                    loss, stats = losses.grpo_loss(logp, old_logp[at], advantages[at], m, **ppo)
+                if config.opd in ("full", "topk_kl"):
+                    with torch.no_grad():
+                        tutor = logits_of(teacher, batch, masked=False)
+                    k = config.opd_topk if config.opd == "topk_kl" else 0
+                    kl = losses.reverse_kl(logits[m], tutor[m], temperature=tau, k=k).sum()
+                    loss = loss + config.opd_coef * kl / normalizer
+                loss.backward()
+                with torch.no_grad():
+                    stats["entropy"] = losses.entropy(logits[m], tau).sum()
+                ratio_max = max(ratio_max, stats.pop("ratio_max").item())
+                gap_max = stats.pop("gap_max").item()
+                if update == 0 and config.method not in RESCORED:  # the learner has not moved since the sampler sampled
+                    row["gap_max"] = max(row.get("gap_max", 0.0), gap_max)
+                    row["gap_mean"] = row.get("gap_mean", 0.0) + (stats["gap_sum"] / normalizer).item()
+                for name, value in stats.items():
+                    totals[name] = totals.get(name, 0.0) + value.item()
+
+            # 6. Step, unless something is not finite, or every sequence was vetoed (Adam's momentum would still move).
+            grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip).item())
+            vetoed = weights is not None and not weights[update_rows].any()
+            if vetoed or not math.isfinite(grad_norms[-1]):
+                summary["skipped_steps"] += 1
+            else:
+                optimizer.step()
+        if step == 0 and config.method in ("dense", "smd") and config.dtype == "float32" and row["gap_max"] > 1e-4:
+            raise RuntimeError(
+                f"the learner scores the sampler's tokens {row['gap_max']:.2e} nats off before any update; it must be "
+                "at most 1e-4: positions, temperature, mask or shift of the two sides differ"
+            )
+
+        # 7. One row for the file, one line for the eye.
+        clock.append(time.perf_counter())
+        tokens = mask.sum().item()
+        row |= {"ratio_max": ratio_max, "clip_frac": totals["clipped"] / tokens, "grad_norm": max(grad_norms)}
+        row |= {"grad_var_adam": adam_variance(optimizer), "kd": totals.get("kd", 0.0) / tokens}
+        row |= {"entropy": totals["entropy"] / tokens, "finished": roll.finished.float().mean().item()}
+        row |= {"kv_bytes": roll.kv_bytes, "kv_bytes_dense": roll.kv_bytes_dense, "policy_bytes": roll.policy_bytes}
+        row |= {"rollout_tok_s": tokens / (clock[1] - clock[0]), "learn_tok_s": tokens / (clock[-1] - clock[1])}
+        row["seconds"] = clock[-1] - clock[0]
+        summary["gap_max"] = max(summary["gap_max"], row["gap_max"])
+        summary["kv_bytes"], summary["kv_bytes_dense"] = roll.kv_bytes, roll.kv_bytes_dense
+        done = step + 1
+        if done == config.max_iters or (config.eval_interval and done % config.eval_interval == 0):
+            row["eval"] = summary["eval"]["after"] = run_eval(f"after step {done}")
+            save(done)
+        log.write(json.dumps(row) + "\n")
+        log.flush()
+        tqdm.write(
+            f"step {step:4d}  reward {row['reward']:.3f}  len {row['completion_len']:.1f}  gap {row['gap_max']:.1e}  "
+            f"ratio {ratio_max:.2f}  clip {row['clip_frac']:.3f}  |g| {row['grad_norm']:.2f}  "
+            f"kv {roll.kv_bytes / roll.kv_bytes_dense:.0%}  tok/s {row['rollout_tok_s']:.0f}/{row['learn_tok_s']:.0f}"
+        )
+
+    log.close()
+    summary["seconds"] = seconds_before + time.time() - start_time
+    (out_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    draw_curves(out_dir)
+    return summary
+
+
+def main(argv: list[str]) -> None:
+    if "--help" in argv or "-h" in argv:
+        print(help_text())
+        return
+    try:
+        config = load_config(argv)
+    except ValueError as e:
+        sys.exit(f"error: {e}")
+    train(config)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
