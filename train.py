@@ -59,11 +59,11 @@ class Config:
     n_embd: int = 64
     block_size: int = 128  # longest prompt and response together
     # supervised warm start: RL needs a model that sometimes succeeds
-    warm_iters: int = 600
+    warm_iters: int = 250
     warm_batch_size: int = 64  # worked solutions a step
     warm_learning_rate: float = 2e-3
     # optimiser
-    max_iters: int = 300  # rollouts
+    max_iters: int = 200  # rollouts
     learning_rate: float = 2e-4
     weight_decay: float = 0.0
     grad_clip: float = 1.0  # largest norm of the gradient
