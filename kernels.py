@@ -350,7 +350,7 @@ def _backward_kv_kernel(Q, K, V, BIRTH, DEATH, QUERY_TILES, STARTS, LSE, DOUT, D
                 queries = tl.load(QUERY_TILES + visits * n + i) * BLOCK + tl.arange(0, BLOCK)
                 q = _load_rows(Q + head * T * HEAD, queries, T, HEAD, PADDED)  # (BLOCK, PADDED)
                 dout = _load_rows(DOUT + head * T * HEAD, queries, T, HEAD, PADDED)  # (BLOCK, PADDED)
-                lse = tl.load(LSE + head * T + queries, mask=queries < T, other=float("inf"))  # past the end: p = 0
+                lse = tl.load(LSE + head * T + queries, mask=queries < T, other=0.0)  # past the end dout, delta are 0
                 delta = tl.load(DELTA + head * T + queries, mask=queries < T, other=0.0)
                 s = _scores(k, q, scale, queries[None, :], birth[:, None], death[:, None], partial)
                 p = tl.exp2(s - lse[None, :])  # (keys, queries)
@@ -379,7 +379,14 @@ def attend(q, k, v, birth, death, scale):
 
 def tile_size(dtype, hs):
     """Queries, and keys, per tile: what fits the registers (`python -m experiments.bench compile` shows it)."""
-    return 64 // (2 if dtype == torch.float32 else 1) // (2 if hs > 128 else 1)
+    if dtype == torch.float32:  # no tensor cores: each product keeps its operands in registers too
+        return 32 if hs <= 64 else 16
+    return 64 if hs <= 128 else 32
+
+
+def warps(kernel, hs):
+    """Warps per program: the kernel that holds two gradients of wide heads needs the registers of eight."""
+    return 8 if kernel is _backward_kv_kernel and hs > 64 else 4
 
 
 def _launch(kernel, q, k, heads, block, *args):
@@ -387,7 +394,7 @@ def _launch(kernel, q, k, heads, block, *args):
     padded = max(16, triton.next_power_of_2(hs))
     grid = (triton.cdiv(T, block) * B * heads,)  # all on one axis: the others end at 65,535
     with torch.cuda.device_of(q):  # Triton launches on the current device
-        kernel[grid](*args, T, nh // nkv, hs, padded, block, num_warps=4, num_stages=2)
+        kernel[grid](*args, T, nh // nkv, hs, padded, block, num_warps=warps(kernel, hs), num_stages=2)
 
 
 @torch.library.custom_op("nanosmd::attend", mutates_args=())

@@ -406,7 +406,8 @@ def rollout(
     0 is greedy decoding, whose logp is that at temperature 1. generator: on the model's device. cache_options:
     kv_budget, prompt_budget, policy, sinks, recent, pool, interval of KVCache; the default is the dense cache.
     Raises ValueError naming the value and what is allowed: an empty prompt, a prompt that leaves no room in
-    model.config.block_size for max_new_tokens, a temperature below 0, or a bad cache option.
+    model.config.block_size for max_new_tokens, an id outside of the vocabulary, a temperature below 0, or a bad
+    cache option.
     """
     config, device = model.config, next(model.parameters()).device
     lens = [len(p) for p in prompts]
@@ -419,7 +420,9 @@ def rollout(
         raise ValueError(
             f"a prompt of {max(lens)} tokens and max_new_tokens={max_new_tokens} exceed block_size={config.block_size}"
         )
-    if temperature < 0:
+    if wrong := [i for p in prompts for i in p if not 0 <= i < config.vocab_size]:
+        raise ValueError(f"token id {wrong[0]} in a prompt: must be in 0..{config.vocab_size - 1}")
+    if not temperature >= 0:
         raise ValueError(f"temperature={temperature}: must be at least 0 (0 is greedy)")
 
     autocast = torch.is_autocast_enabled(device.type)

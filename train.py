@@ -99,7 +99,7 @@ class Config:
     # evaluation: greedy accuracy, with the dense and with the compressed cache
     eval_interval: int = 0  # steps between evaluations; 0: before and after only
     eval_problems: int = 1024
-    eval_only: bool = False  # evaluate and stop
+    eval_only: bool = False  # evaluate, print, write nothing
 
 
 CHOICES = {
@@ -166,9 +166,20 @@ def load_config(argv: list[str]) -> Config:
                 raise ValueError(f"{arg}: not a TOML file: {e}") from None
             given |= {key: parse_value(key, value, arg) for key, value in table.items()}
     config = Config(**given)
-    if config.init_from == "resume":
-        config = Config(**(load_checkpoint(Path(config.out_dir) / "ckpt.pt")["config"] | given))
+    if config.init_from != "resume":
+        check_config(config)
+        return config
+    path = Path(config.out_dir) / "ckpt.pt"
+    checkpoint = load_checkpoint(path)
+    config = Config(**(checkpoint["config"] | given))
     check_config(config)
+    task = load_task(config.task)
+    load_model(path, task)  # raises if the vocabulary is another
+    if (shape := dataclasses.asdict(gpt_config(config, task))) != checkpoint["gpt"]:
+        other = [key for key in shape if shape[key] != checkpoint["gpt"][key]]
+        raise ValueError(f"{other[0]}={shape[other[0]]}: {path} has {checkpoint['gpt'][other[0]]}, so it cannot go on")
+    if checkpoint["step"] >= config.max_iters and not config.eval_only:
+        raise ValueError(f"max_iters={config.max_iters}: {path} has done {checkpoint['step']} steps already; give more")
     return config
 
 
@@ -179,8 +190,8 @@ def check_config(config: Config) -> None:
             raise ValueError(f"{key}={value!r}: must be one of {', '.join(allowed)}")
     check_options(**{key: getattr(config, key) for key in CACHE_KEYS})
     least = dict.fromkeys(("prompts_per_step", "group_size", "micro_batch_size", "updates_per_rollout"), 1)
-    least |= dict.fromkeys(("max_new_tokens", "warm_batch_size", "eval_problems"), 1)
-    least |= dict.fromkeys(("max_iters", "warm_iters", "eval_interval", "opd_topk", "smd_lambda", "clip_high"), 0)
+    least |= dict.fromkeys(("max_new_tokens", "max_iters", "warm_batch_size", "eval_problems"), 1)
+    least |= dict.fromkeys(("warm_iters", "eval_interval", "opd_topk", "smd_lambda", "clip_high"), 0)
     least |= dict.fromkeys(("weight_decay", "reward_coef", "opd_coef"), 0)
     for key, smallest in least.items():
         if not (value := getattr(config, key)) >= smallest:
@@ -346,18 +357,18 @@ def rewards_of(task, problems, roll: Rollout) -> Tensor:
 
 def evaluate(model: GPT, task, config: Config, autocast) -> dict[str, float]:
     """Greedy accuracy on the same eval_problems for every run, decoding with the dense and the compressed cache."""
-    rng = random.Random("eval")
+    rng, eos_ids = random.Random("eval"), [task.tokenizer.eos_id]
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)  # only policy=random draws from it
     problems = [task.make_problem(rng, "eval") for _ in range(config.eval_problems)]
     accuracy = {}
-    for name, options in (("dense", {}), ("compressed", {k: getattr(config, k) for k in CACHE_KEYS})):
-        right = 0.0
+    for name, cache in (("dense", {}), ("compressed", {key: getattr(config, key) for key in CACHE_KEYS})):
+        options = {"eos_ids": eos_ids, "temperature": 0, "generator": generator} | cache
+        right = 0
         for i in range(0, len(problems), 256):
             batch = problems[i : i + 256]
-            prompts = [task.tokenizer.encode(p.prompt) for p in batch]
+            prompts = [task.tokenizer.encode(problem.prompt) for problem in batch]
             with autocast:
-                roll = rollout(
-                    model, prompts, 1, config.max_new_tokens, eos_ids=[task.tokenizer.eos_id], temperature=0, **options
-                )
+                roll = rollout(model, prompts, 1, config.max_new_tokens, **options)
             right += (rewards_of(task, batch, roll) == 1).sum().item()
         accuracy[name] = right / len(problems)
     return accuracy
@@ -431,12 +442,6 @@ def train(config: Config) -> dict:
         summary |= resumed["summary"] | {"config": vars(config)}
     seconds_before = summary["seconds"]
 
-    out_dir.mkdir(parents=True, exist_ok=True)
-    log_path = out_dir / "log.jsonl"
-    rows_before = log_path.read_text().splitlines(keepends=True) if resumed and log_path.is_file() else []
-    log = log_path.open("w")
-    log.writelines(line for line in rows_before if json.loads(line)["step"] < first_step)
-
     def run_eval(when: str) -> dict:
         accuracy = evaluate(model, task, config, autocast)
         tqdm.write(f"eval {when}: " + ", ".join(f"{view} {right:.3f}" for view, right in accuracy.items()))
@@ -454,11 +459,15 @@ def train(config: Config) -> dict:
         with autocast:
             return net(batch.tokens[:, :-1], batch.evicted_at[..., :-1] if masked else None)
 
+    if config.eval_only:
+        return summary | {"eval": {"only": run_eval("only")}}
     if not resumed:
         summary["eval"] = {"before": run_eval("before")}
-    if config.eval_only:
-        log.close()
-        return summary
+    out_dir.mkdir(parents=True, exist_ok=True)
+    log_path = out_dir / "log.jsonl"
+    rows_before = log_path.read_text().splitlines(keepends=True) if resumed and log_path.is_file() else []
+    log = log_path.open("w")
+    log.writelines(line for line in rows_before if json.loads(line)["step"] < first_step)
 
     for step in tqdm(range(first_step, config.max_iters), desc="GRPO", disable=None):
         clock = [time.perf_counter()]

@@ -49,12 +49,13 @@ def report(rows, name, title):
 def decode_lifetimes(T, policy, kv_budget, device="cpu", heads=2):
     """Evictions of a real policy over a long decode by a random model -> evicted_at (heads, T) int32.
 
-    The prompt fills the cache, so that every token after it evicts one. 4 sinks, 64 recent, scores refreshed every 16.
+    The prompt fills the cache, so that every token after it evicts one. Of the budget, 4 keys are sinks and a quarter,
+    at most 64, recent; scores are refreshed every 16 tokens.
     """
     shape = dict(n_layer=1, n_head=2 * heads, n_kv_head=heads, n_embd=32, head_dim=16)
     model = GPT(GPTConfig(block_size=T + 1, vocab_size=256, **shape), torch.Generator().manual_seed(0)).to(device)
     prompt = torch.randint(256, (kv_budget,), generator=torch.Generator().manual_seed(1)).tolist()
-    options = dict(policy=policy, kv_budget=kv_budget, sinks=4, recent=64, interval=16)
+    options = dict(policy=policy, kv_budget=kv_budget, sinks=4, recent=min(64, kv_budget // 4), interval=16)
     generator = torch.Generator(device).manual_seed(2)
     rolled = rollout(model, [prompt], 1, T + 1 - kv_budget, eos_ids=[], generator=generator, **options)
     return rolled.evicted_at[0, 0, :, :T].contiguous()
@@ -281,7 +282,7 @@ def compile_kernel(kernel, arch, hs, dtype, T=None):
     signature = {name: types.get(name, POINTERS[dtype]) for name in kernel.arg_names}
     aligned = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    options = dict(num_warps=4, num_stages=2)
+    options = dict(num_warps=kernels.warps(kernel, hs), num_stages=2)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
         ptx.write(compiled.asm["ptx"])
@@ -295,6 +296,7 @@ def compile_kernel(kernel, arch, hs, dtype, T=None):
         dtype=str(dtype).removeprefix("torch."),
         kernel=kernel.__name__.strip("_").removesuffix("_kernel"),
         tile=block,
+        warps=options["num_warps"],
         registers=int(re.search(r"Used (\d+) registers", log)[1]),
         spill_bytes=int(re.search(r"(\d+) bytes spill stores", log)[1]),
         shared_bytes=compiled.metadata.shared,
@@ -308,7 +310,7 @@ def compile_table():
 
     title = (
         f"what the kernels need, compiled by triton {triton.__version__} without a GPU: registers per thread, bytes "
-        "spilled per thread, bytes of shared memory per program. A program is 128 threads and one tile x tile block."
+        "spilled per thread, bytes of shared memory per program (one tile of queries, or of keys; 32 threads a warp)."
     )
     report(rows, "compile", title)
 

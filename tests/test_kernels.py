@@ -115,8 +115,9 @@ def test_autocast_decides_the_type():
     with torch.autocast(DEVICE, torch.bfloat16):
         mixed = (q, k.bfloat16(), v)  # as projections in bfloat16 and a rotation in float32 would hand them over
         assert shadow_attention(*mixed, evicted_at).dtype == dense_attention(*mixed).dtype == torch.bfloat16
-        out = shadow_attention_reference(q.double(), k.double(), v.double(), evicted_at)
-    torch.testing.assert_close(out, shadow_attention_reference(q.double(), k.double(), v.double(), evicted_at))
+        out = shadow_attention_reference(*mixed, evicted_at)
+    expected = shadow_attention_reference(*(x.bfloat16() for x in mixed), evicted_at)  # in float32 inside
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.slow
@@ -138,6 +139,7 @@ BAD = {
     "int64": (lambda q, k, v, e: (q, k, v, e.long()), "evicted_at as torch.int32.*torch.int64"),
     "per query head": (lambda q, k, v, e: (q, k, v, e.repeat(1, 2, 1)), r"\(B, nkv, T\).*\(2, 4, 9\)"),
     "per row": (lambda q, k, v, e: (q, k, v, e[:, 0]), r"\(B, nkv, T\).*\(2, 9\)"),
+    "k.device": (lambda q, k, v, e: (q, k.to("meta"), v, e), "on one device.*on meta"),
     "device": (lambda q, k, v, e: (q, k, v, e.to("meta")), "beside q.*meta"),
 }
 
@@ -267,16 +269,16 @@ def test_kernels_agree_with_the_reference(where, cases):
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("hs", [64, 128])
 def test_kernels_compile_ahead_of_time(arch, hs):
-    """Registers suffice at hs 64 on sm_90, almost suffice elsewhere, and shared memory does on every GPU since 2020."""
+    """Registers suffice (nearly, on sm_80), and so does the shared memory of every GPU since 2020."""
+    lengths = (None, 1) if hs == 64 else (None,)  # T = 1 is a constant to Triton: another kernel
     code = (
         "import json, torch\n"
         "from experiments.bench import KERNELS, compile_kernel\n"
-        f"rows = [compile_kernel(kernel, {arch}, {hs}, dtype, T) for kernel in KERNELS\n"
-        "    for dtype, T in ((torch.bfloat16, None), (torch.bfloat16, 1), (torch.float32, None))]\n"
+        f"rows = [compile_kernel(kernel, {arch}, {hs}, torch.bfloat16, T) for T in {lengths} for kernel in KERNELS]\n"
         "print('rows', json.dumps(rows))"
     )
     done = run("-c", code, TRITON_INTERPRET="0")
     assert done.returncode == 0
     for row in json.loads(done.stdout.partition("rows ")[2]):
-        assert 0 < row["registers"] <= 255 and row["spill_bytes"] <= (0 if (arch, hs) == (90, 64) else 184)
+        assert 0 < row["registers"] <= 255 and row["spill_bytes"] <= (0 if arch == 90 else 64)
         assert row["shared_bytes"] <= 99 * 1024

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -67,15 +68,20 @@ BAD = [
     ("broken.toml", "not a TOML file"),
     ("--init_from=resume", "out/ckpt.pt: there is no such checkpoint"),
     ("--teacher=nowhere.pt --opd=vopd", "nowhere.pt: there is no such checkpoint"),
-    ("--teacher=broken.toml --opd=vopd", "not a whole checkpoint"),
+    ("--teacher=broken.toml --opd=vopd", "not a TOML file"),
+    ("--teacher=broken.pt --opd=vopd", "broken.pt: not a whole checkpoint"),
+    ("--teacher=other.toml --opd=vopd", "vocabulary is not that of task 'recall'"),
+    ("--opd_topk=133", "at most the vocabulary's 132"),
 ]
 
 
 @pytest.mark.parametrize(("args", "message"), BAD, ids=[args for args, _ in BAD])
 def test_bad_input_is_one_line_and_writes_nothing(args, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, text in {"bad": "polcy = 'h2o'", "type": "group_size = true", "broken": "x = = 1"}.items():
-        (tmp_path / f"{name}.toml").write_text(text)
+    files = {"bad.toml": "polcy = 'h2o'", "type.toml": "group_size = true", "broken.toml": "x = = 1"}
+    files |= {"broken.pt": "x", "other.toml": "task = 'spellings'"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(SystemExit) as stop:
         main(args.split())
@@ -157,6 +163,23 @@ def test_stop_and_resume_is_the_run_without_a_stop(run, tmp_path, options):
     strip = [[{k: v for k, v in row.items() if k not in timed} for row in log] for log in (rows, resumed_rows)]
     assert strip[0] == strip[1]
     assert summary["eval"]["after"] == rows[-1]["eval"]
+
+
+def test_what_a_resume_refuses_and_evaluation_alone(run, tmp_path, capsys):
+    run("a", max_iters=1)
+    files = {p: p.read_bytes() for p in (tmp_path / "a").iterdir()}
+    resume = [f"--out_dir={tmp_path / 'a'}", "--init_from=resume"]
+    for options, message in (
+        ([], "has done 1 steps already"),
+        (["--max_iters=3", "--n_embd=64"], "n_embd=64: .* has 32"),
+        (["--max_iters=3", "--task=spellings"], "vocabulary"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            main([*resume, *options])
+    capsys.readouterr()
+    main([*resume, "--eval_only=true", "--kv_budget=7"])
+    assert re.fullmatch(r"eval only: dense [\d.]+, compressed [\d.]+\n", capsys.readouterr().out)
+    assert files == {p: p.read_bytes() for p in (tmp_path / "a").iterdir()}
 
 
 def test_bfloat16_keeps_float32_masters(run):
