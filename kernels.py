@@ -100,7 +100,7 @@ def shadow_attention(q, k, v, evicted_at=None, scale=None):
     if triton is None:
         _warn_slow()
         return _masked_sdpa(q, k, v, evicted_at, scale)
-    birth = lifetime_order(evicted_at)  # (B, nkv, T): which key comes s-th; its position is its birth
+    birth = lifetime_order(evicted_at, tile_size(q.dtype, q.shape[-1]))  # (B, nkv, T): the s-th key and its birth
     death = evicted_at.gather(2, birth)  # (B, nkv, T)
     k, v = (x.gather(2, birth[..., None].expand_as(x)) for x in (k, v))  # autograd turns their gradients back around
     return attend(q, k, v, birth.int(), death, scale)
@@ -115,9 +115,8 @@ def _masked_sdpa(q, k, v, evicted_at, scale):
     group = q.shape[1] // k.shape[1]
     seen = visible(evicted_at)  # (B, nkv, T, T)
     empty = ~seen.any(dim=-1, keepdim=True)  # (B, nkv, T, 1)
-    # SDPA promises nothing for a query without keys: let it see itself, then zero its output and with it its gradient
-    seen = seen | (empty & torch.eye(q.shape[2], dtype=torch.bool, device=q.device))  # (B, nkv, T, T)
-    seen, empty = (x.repeat_interleave(group, dim=1) for x in (seen, empty))  # (B, nh, T, T) and (B, nh, T, 1)
+    # SDPA promises nothing for a query without keys: let it see them all, then zero its output and so its gradient
+    seen, empty = (x.repeat_interleave(group, dim=1) for x in (seen | empty, empty))  # (B, nh, T, T) and (B, nh, T, 1)
     if q.is_cuda:  # SDPA on CUDA takes a mask or shared kv heads, not both, without falling back to its plain path
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
@@ -152,24 +151,19 @@ def _checked(q, k, v, evicted_at=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # Lifetime order and tiles. The kernels work on tiles of queries x keys and skip a tile that no query needs. Survivors
 # lie scattered among dead keys, so in natural order nearly every tile holds one, and nothing is skipped. But the order
-# of keys means nothing to attention: put keys with like lives side by side, and whole tiles die together.
+# of keys means nothing to attention: put keys that die together into one tile, and the tile dies with them.
 
 
-def lifetime_order(evicted_at):
-    """evicted_at (B, nkv, T) int32 -> (B, nkv, T) int64: a permutation of the T keys, like lives next to each other.
+def lifetime_order(evicted_at, block=64):
+    """A permutation of the T keys that puts like lives into the same tile: evicted_at (B, nkv, T) int32 -> int64.
 
-    First by the length of life in powers of four (then survivors, then keys dead before they were born), then by the
-    middle of life. Every other class runs backwards: two classes then meet at the same end of the sequence, and the
-    tile across their border spans little time.
+    The sequence is cut into stretches of whole tiles, and the keys of a stretch are sorted by death. Long stretches
+    part the deaths well but mix births; stretches of sqrt(n / 2) of the n tiles balance the two.
     """
     T = evicted_at.shape[-1]
+    stretch = block * max(1, int((T / block / 2) ** 0.5))
     birth = torch.arange(T, device=evicted_at.device)  # (T,)
-    life = evicted_at - birth  # (B, nkv, T)
-    power = (life.clamp_min(1).log2() / 2).long()  # (B, nkv, T): floor(log4(life)), at most 15
-    power = power.masked_fill(evicted_at >= T, 16).masked_fill(life <= 0, 17)
-    middle = birth + evicted_at.clamp(0, T)  # (B, nkv, T), twice the middle of life: 0 ... 2T
-    middle = torch.where(power % 2 == 0, middle, 2 * T - middle)
-    return (power * (2 * T + 1) + middle).argsort(dim=-1, stable=True)  # (B, nkv, T)
+    return (birth // stretch * (T + 1) + evicted_at.clamp(0, T)).argsort(dim=-1, stable=True)  # (B, nkv, T)
 
 
 FULL, PARTIAL, SKIPPED = 0, 1, 2  # what a tile is: every query sees every key, some do, none does
@@ -200,7 +194,7 @@ def visited_tiles(evicted_at, lifetimes=True, block=64):
     """
     T = evicted_at.shape[-1]
     natural = torch.arange(T, device=evicted_at.device).expand_as(evicted_at)
-    birth = lifetime_order(evicted_at) if lifetimes else natural  # (B, nkv, T)
+    birth = lifetime_order(evicted_at, block) if lifetimes else natural  # (B, nkv, T)
     return (tile_states(birth.int(), evicted_at.gather(2, birth), block) != SKIPPED).sum(dim=(-2, -1))
 
 

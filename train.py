@@ -59,7 +59,7 @@ class Config:
     n_embd: int = 64
     block_size: int = 128  # longest prompt and response together
     # supervised warm start: RL needs a model that sometimes succeeds
-    warm_iters: int = 250
+    warm_iters: int = 300
     warm_batch_size: int = 64  # worked solutions a step
     warm_learning_rate: float = 2e-3
     # optimiser
@@ -304,8 +304,9 @@ def warm_start(config: Config, task, device: torch.device) -> GPT:
     """A model that has imitated warm_iters batches of worked solutions; kept in warm_dir under all that shaped it."""
     gpt = gpt_config(config, task)
     made_of = {k: v for k, v in vars(config).items() if k == "seed" or k in WARM_KEYS}
-    sources = [Path(task.__file__).read_text(), Path(model_file.__file__).read_text(), repr(gpt), repr(made_of)]
-    path = Path(config.warm_dir) / f"{config.task}-{hashlib.sha256(repr(sources).encode()).hexdigest()[:12]}.pt"
+    files = [*sorted(Path(task.__file__).parent.glob("*.py")), Path(model_file.__file__)]  # tasks may import each other
+    key = hashlib.sha256(repr([*(f.read_text() for f in files), gpt, made_of]).encode()).hexdigest()[:12]
+    path = Path(config.warm_dir) / f"{config.task}-{key}.pt"
     if path.is_file():
         tqdm.write(f"warm start: {path}")
         return load_model(path, task).to(device)

@@ -229,10 +229,19 @@ def test_lifetime_order_saves_tiles(T, most):
     assert lifetime <= most < natural
 
 
-def test_lifetime_order_puts_like_lives_together():
-    """Lives of 1, 4-15, 16-63 keys, then survivors, then keys dead before birth; odd classes backwards."""
-    evicted_at = torch.tensor([[[NEVER, 9, 3, 8, 5, 12, 0, 8, 28, 10, *[NEVER] * 20]]], dtype=torch.int32)
-    assert lifetime_order(evicted_at)[0, 0].tolist() == [2, 4, 7, 9, 5, 3, 1, 8, 0, *range(10, 30), 6]
+def test_lifetime_order_sorts_stretches_by_death():
+    """16 tiles of 2 keys make stretches of sqrt(16 / 2) = 2 tiles: 4 keys each, in order of death, then of birth."""
+    deaths = [9, NEVER, 3, 32, 5, 12, 0, 12, *[NEVER] * 24]
+    order = lifetime_order(torch.tensor([[deaths]], dtype=torch.int32), block=2)
+    assert order[0, 0].tolist() == [2, 0, 1, 3, 6, 4, 5, 7, *range(8, 32)]
+
+
+@pytest.mark.parametrize("budget", [512, 256])
+def test_lifetime_order_does_no_harm_to_short_rows(budget):
+    """Half or a quarter of 1024 keys survive: little can be saved, and hardly a tile may be lost."""
+    evicted_at = decode_lifetimes(1024, budget, heads=4)
+    natural, lifetime = (kernels.visited_tiles(evicted_at, lifetimes).sum().item() for lifetimes in (False, True))
+    assert lifetime <= (1.03 if budget == 512 else 0.8) * natural
 
 
 # ---------------------------------------------------------------------------------------------------------------------
