@@ -59,7 +59,7 @@ class Config:
     n_embd: int = 64
     block_size: int = 128  # longest prompt and response together
     # supervised warm start: RL needs a model that sometimes succeeds
-    warm_iters: int = 300
+    warm_iters: int = 260
     warm_batch_size: int = 64  # worked solutions a step
     warm_learning_rate: float = 2e-3
     # optimiser
