@@ -122,6 +122,8 @@ def test_every_method_runs_and_logs(run, method):
     keys += " kv_bytes_dense rollout_tok_s learn_tok_s seconds"
     for row in rows:
         assert all(math.isfinite(row[key]) for key in keys.split())
+    if method in ("importance", "sparse_rl"):
+        assert all(0 < row["ess"] <= 1 and row["weight_max"] >= row["weight_mean"] > 0 for row in rows)
     if method in ("dense", "smd"):  # exactly on-policy: the learner scores what the sampler drew with what it saw
         assert summary["gap_max"] <= 1e-4
         assert max(row["ratio_max"] for row in rows) <= 1 + 1e-4
@@ -129,6 +131,38 @@ def test_every_method_runs_and_logs(run, method):
         assert summary["gap_max"] > 1e-3
     assert set(summary["eval"]["before"]) == set(summary["eval"]["after"]) == {"dense", "compressed"}
     assert (rows[0]["kv_bytes"] == rows[0]["kv_bytes_dense"]) == (method == "dense")
+
+
+@pytest.mark.parametrize("opd", train.CHOICES["opd"][1:])
+def test_every_distillation_runs_and_logs(run, tmp_path, opd):
+    """A student of its own seed, under the mask: SMD and distillation together; the teacher is another checkpoint."""
+    run("teacher", max_iters=1, seed=7)
+    options = {"method": "smd", "reward_coef": 0, "teacher": tmp_path / "teacher" / "ckpt.pt", "learning_rate": 1e-3}
+    summary, rows, _ = run(opd, opd=opd, opd_topk=5, **options)
+    assert summary["gap_max"] <= 1e-4
+    assert all(math.isfinite(row[key]) for row in rows for key in ("opd_kl", "opd_adv_std", "entropy", "grad_norm"))
+    assert opd != "full" or rows[-1]["opd_kl"] < rows[0]["opd_kl"]  # the only one sure to be nearer after two steps
+    assert (rows[0]["opd_adv_std"] == 0) == (opd in ("full", "topk_kl"))
+
+
+def test_a_teacher_that_is_the_student_teaches_nothing(run, tmp_path):
+    run("teacher", max_iters=1, learning_rate=1e-30)
+    teacher = tmp_path / "teacher" / "ckpt.pt"
+    options = {"method": "dense", "teacher": teacher, "max_iters": 1}
+    start = train.load_checkpoint(teacher)["model"]
+    for opd in ("vopd", "full"):
+        _, rows, checkpoint = run(opd, opd=opd, reward_coef=0, **options)
+        assert abs(rows[0]["opd_kl"]) < 1e-6 and rows[0]["opd_adv_std"] < 1e-6 and rows[0]["grad_norm"] < 1e-5
+    _, rows, checkpoint = run("self", opd="vopd", **options, reward_coef=1)
+    assert not close(start, checkpoint["model"], atol=1e-6)  # the reward still does
+
+
+def test_when_every_sequence_is_vetoed_nothing_moves(run, monkeypatch):
+    monkeypatch.setattr(train.losses, "SPARSE_RL_VETO", math.inf)
+    summary, rows, checkpoint = run("vetoed", method="sparse_rl")
+    _, _, start = run("start", method="sparse_rl", max_iters=1)
+    assert summary["skipped_steps"] == 3 and [row["vetoed"] for row in rows] == [1, 1, 1]
+    assert close(checkpoint["model"], start["model"], atol=0)
 
 
 def test_naive_trusts_its_own_old_policy_and_bypass_the_samplers(run):
