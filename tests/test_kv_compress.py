@@ -391,6 +391,8 @@ def test_a_prompt_is_prefilled_and_compressed_once(policy):
         assert ((first == NEVER).sum(-1) == kept).all() and ((first == P).sum(-1) == P - kept).all()
         assert (evicted_at[:, n, :, :, :P] == first[:, None]).all()  # its samples share the choice
     assert not torch.equal(r.tokens[0], r.tokens[1])  # and go their own ways
+    slot = 2 * (2 * 6 * 2 * 6) * 4  # K and V: L B nkv hs, four bytes each
+    assert r.kv_bytes == slot * (7 + 4) and r.kv_bytes_dense == slot * (13 + 4)  # kept and new keys, not the prompt's
 
 
 # ---- worked out by hand ---------------------------------------------------------------------------------------------
@@ -439,24 +441,25 @@ def test_window_attention_by_hand(monkeypatch):
                            B: 1/4 each and 1/5 each, mean .225 .225 .225 .225 .1
     Keys 0..2 stand outside of the window and are averaged over 3 neighbours among themselves, 0 beyond the ends:
                            A: .1875 .225 .075   B: .15 .225 .15   mean of the heads .16875 .225 .1125
-    So key 1, between the others, stays, though key 0 alone got more. Row 1 has 3 tokens, w = 4 1 1, and padding.
+    So key 1, between the others, stays, though key 0 alone got more. Row 1 has 3 tokens, w = 4 1 1, row 2 has 1,
+    fewer than the window; the rest is padding.
     """
     shown = spy(monkeypatch, "window_attn")
     config = SimpleNamespace(n_layer=1, n_head=2, n_kv_head=1, head_dim=2)
     options = dict(policy="spy", kv_budget=3, sinks=0, recent=2, pool=3, device=DEVICE)
-    cache = KVCache(config, [5, 3], 1, 3, **options)
-    w = torch.tensor([[4, 1, 1, 2, 2], [4, 1, 1, 1e9, 1e9]], device=DEVICE)
+    cache = KVCache(config, [5, 3, 1], 1, 3, **options)
+    w = torch.tensor([[4, 1, 1, 2, 2], [4, 1, 1, 1e9, 1e9], [4, 1e9, 1e9, 1e9, 1e9]], device=DEVICE)
     q = torch.tensor([[math.sqrt(2), 0], [0, 0]], device=DEVICE)[None, :, None]  # over sqrt(hs): A reads log w, B 0
-    feed(cache, q.expand(2, 2, 5, 2), torch.stack((w.log(), w.log()), dim=-1))
-    expected = torch.tensor([[0.16875, 0.225, 0.1125, 0.225, 0.1], [0.575 / 3, 0.3, 0.125, 0, 0]], device=DEVICE)
-    torch.testing.assert_close(shown[0][:, 0], expected, atol=1e-6, rtol=0)
-    assert cache.evicted_at[0, :, 0, :5].tolist() == [[5, N, 5, N, N], [N, N, N, N, N]]
+    feed(cache, q.expand(3, 2, 5, 2), torch.stack((w.log(), w.log()), dim=-1))
+    expected = [[0.16875, 0.225, 0.1125, 0.225, 0.1], [0.575 / 3, 0.3, 0.125, 0, 0], [1, 0, 0, 0, 0]]
+    torch.testing.assert_close(shown[0][:, 0].cpu(), torch.tensor(expected), atol=1e-6, rtol=0)
+    assert cache.evicted_at[0, :, 0, :5].tolist() == [[5, N, 5, N, N], [N] * 5, [N] * 5]
 
     # Decoding, nothing is pooled. Row 0 holds keys 1 3 4: A gives 1 2 /3 and 1 2 2 /5, B 1 1 /2 and 1 1 1 /3.
-    feed(cache, q.expand(2, 2, 1, 2), torch.zeros(2, 1, 2, device=DEVICE))
-    expected = torch.tensor([[(1 / 3 + 1 / 5 + 1 / 2 + 1 / 3) / 4, 1.9 / 4, 2.2 / 12], [0.575, 0.3, 0.125]])
-    torch.testing.assert_close(shown[1][:, 0].cpu(), expected, atol=1e-6, rtol=0)
-    assert cache.evicted_at[0, :, 0].tolist() == [[5, 5, 5, N, N, N, N, N], [3, N, N, N, N, N, N, N]]
+    feed(cache, q.expand(3, 2, 1, 2), torch.zeros(3, 1, 2, device=DEVICE))
+    expected = [[(1 / 3 + 1 / 5 + 1 / 2 + 1 / 3) / 4, 1.9 / 4, 2.2 / 12], [0.575, 0.3, 0.125], [1, 0, 0]]
+    torch.testing.assert_close(shown[1][:, 0].cpu(), torch.tensor(expected), atol=1e-6, rtol=0)
+    assert cache.evicted_at[0, :, 0].tolist() == [[5, 5, 5, N, N, N, N, N], [3] + [N] * 7, [N] * 8]  # row 2 has room
 
 
 def test_total_attention_by_hand(monkeypatch):
