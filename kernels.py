@@ -158,10 +158,10 @@ def lifetime_order(evicted_at, block=64):
     """A permutation of the T keys that puts like lives into the same tile: evicted_at (B, nkv, T) int32 -> int64.
 
     The sequence is cut into stretches of whole tiles, and the keys of a stretch are sorted by death. Long stretches
-    part the deaths well but mix births; stretches of sqrt(n / 2) of the n tiles balance the two.
+    part the deaths well but mix births; stretches of just under sqrt(n) of the n tiles balance the two.
     """
     T = evicted_at.shape[-1]
-    stretch = block * max(1, int((T / block / 2) ** 0.5))
+    stretch = block * max(1, int(((T - 1) // block) ** 0.5))
     birth = torch.arange(T, device=evicted_at.device)  # (T,)
     return (birth // stretch * (T + 1) + evicted_at.clamp(0, T)).argsort(dim=-1, stable=True)  # (B, nkv, T)
 

@@ -230,10 +230,10 @@ def test_lifetime_order_saves_tiles(T, most):
 
 
 def test_lifetime_order_sorts_stretches_by_death():
-    """16 tiles of 2 keys make stretches of sqrt(16 / 2) = 2 tiles: 4 keys each, in order of death, then of birth."""
-    deaths = [9, NEVER, 3, 32, 5, 12, 0, 12, *[NEVER] * 24]
+    """5 to 9 tiles make stretches of 2. Here a tile is 2 keys, so 4 keys each, in order of death, then of birth."""
+    deaths = [9, NEVER, 3, 10, 5, 7, 0, 7, NEVER, 9]
     order = lifetime_order(torch.tensor([[deaths]], dtype=torch.int32), block=2)
-    assert order[0, 0].tolist() == [2, 0, 1, 3, 6, 4, 5, 7, *range(8, 32)]
+    assert order[0, 0].tolist() == [2, 0, 1, 3, 6, 4, 5, 7, 9, 8]
 
 
 @pytest.mark.parametrize("budget", [512, 256])
@@ -241,7 +241,7 @@ def test_lifetime_order_does_no_harm_to_short_rows(budget):
     """Half or a quarter of 1024 keys survive: little can be saved, and hardly a tile may be lost."""
     evicted_at = decode_lifetimes(1024, budget, heads=4)
     natural, lifetime = (kernels.visited_tiles(evicted_at, lifetimes).sum().item() for lifetimes in (False, True))
-    assert lifetime <= (1.03 if budget == 512 else 0.8) * natural
+    assert lifetime <= (1.0 if budget == 512 else 0.75) * natural
 
 
 # ---------------------------------------------------------------------------------------------------------------------
