@@ -211,6 +211,9 @@ def check_config(config: Config) -> None:
         raise ValueError(f"opd={config.opd!r} with teacher={config.teacher!r}: distillation needs both, or neither")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': this machine has no CUDA device; use cpu or auto")
+    out = Path(config.out_dir)
+    if out.exists() and not (out.is_dir() and os.access(out, os.W_OK)):
+        raise ValueError(f"out_dir={config.out_dir!r}: must be a folder that can be written to, or not be there yet")
     task = load_task(config.task)
     if task.max_prompt + config.max_new_tokens > config.block_size:
         raise ValueError(
@@ -349,10 +352,13 @@ def solved_batch(task, rng: random.Random, n: int) -> tuple[Tensor, Tensor]:
 def rewards_of(task, problems, roll: Rollout) -> Tensor:
     """The verifier's reward (B,) of each row; row b answers problem b // G."""
     G = len(roll.tokens) // len(problems)
-    rewards = []
+    starts, ends, rewards = roll.prompt_len.tolist(), roll.length.tolist(), []
     for b, row in enumerate(roll.tokens.tolist()):
-        response = task.tokenizer.decode(row[roll.prompt_len[b] : roll.length[b]])
-        rewards.append(task.reward(problems[b // G], response))
+        response = task.tokenizer.decode(row[starts[b] : ends[b]])
+        reward = task.reward(problems[b // G], response)
+        if not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise ValueError(f"{task.__name__}.reward gave {reward!r} for {response!r}: it must be a finite number")
+        rewards.append(float(reward))
     return torch.tensor(rewards)
 
 

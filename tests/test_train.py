@@ -71,6 +71,7 @@ BAD = [
     ("--teacher=broken.toml --opd=vopd", "not a TOML file"),
     ("--teacher=broken.pt --opd=vopd", "broken.pt: not a whole checkpoint"),
     ("--teacher=other.toml --opd=vopd", "vocabulary is not that of task 'recall'"),
+    ("--out_dir=broken.pt", "out_dir='broken.pt': must be a folder"),
     ("--opd_topk=133", "at most the vocabulary's 132"),
 ]
 
@@ -223,6 +224,13 @@ def test_bfloat16_keeps_float32_masters(run):
         torch.float32
     }
     assert summary["gap_max"] < 0.2  # rounding to 8 bits, no longer 1e-6, and no method's doing
+
+
+@pytest.mark.parametrize("reward", [None, math.nan, "1"])
+def test_a_reward_that_is_no_number_is_named(run, monkeypatch, reward):
+    monkeypatch.setattr(recall, "reward", lambda problem, response: reward)
+    with pytest.raises(ValueError, match=rf"data.recall.reward gave '?{reward}'? for .*: it must be a finite number"):
+        run("bad")
 
 
 def test_a_run_leaves_its_four_files(tmp_path):
