@@ -49,8 +49,8 @@ class GPTConfig:
             if self.n_embd % self.n_head:
                 raise ValueError(f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}, or give head_dim")
             self.head_dim = self.n_embd // self.n_head
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs")
+        if self.head_dim % 2 or self.head_dim > 256:
+            raise ValueError(f"head_dim={self.head_dim} must be even (RoPE rotates pairs) and at most 256")
         if self.ffn_dim is None:
             self.ffn_dim = 32 * math.ceil(8 * self.n_embd / 3 / 32)
 

@@ -5,8 +5,8 @@
     python train.py config/x.toml --learning_rate=1e-4   overrides, from left to right
     python train.py --help                               every key with its meaning
 
-How to read it: `Config`, then `train`, whose loop has seven numbered steps. `Learner` scores tokens the way the method
-asks for; everything else here is reading options and writing files.
+How to read it: `Config`, then `train`, whose loop has seven numbered steps; everything else here is reading options and
+writing files.
 
 Simplifications: no KL to a reference policy, no entropy bonus, no learning-rate schedule; every sampled token is used
 for one optimiser step (updates_per_rollout splits the rollout, it does not repeat it).
@@ -99,7 +99,8 @@ class Config:
     # evaluation: greedy accuracy, with the dense and with the compressed cache
     eval_interval: int = 0  # steps between evaluations; 0: before and after only
     eval_problems: int = 1024
-    eval_only: bool = False  # evaluate, print, write nothing
+    eval_only: bool = False  # evaluate, print and stop; out_dir is left alone
+    save_interval: int = 50  # steps between checkpoints; there is one after the last step too
 
 
 CHOICES = {
@@ -145,6 +146,16 @@ def parse_value(key: str, value, where: str):
     return parsed
 
 
+def read_toml(path: str) -> dict:
+    """Raises ValueError if there is no TOML file at `path`."""
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: there is no such configuration file")
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path}: not a TOML file: {e}") from None
+
+
 def load_config(argv: list[str]) -> Config:
     """Config from arguments: TOML files and --key=value, later ones win. Raises ValueError for what does not fit.
 
@@ -157,27 +168,28 @@ def load_config(argv: list[str]) -> Config:
             if not equals:
                 raise ValueError(f"{arg}: options are written --key=value")
             given[key] = parse_value(key, value, "command line")
-        elif not Path(arg).is_file():
-            raise ValueError(f"{arg}: there is no such configuration file")
         else:
-            try:
-                table = tomllib.loads(Path(arg).read_text())
-            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-                raise ValueError(f"{arg}: not a TOML file: {e}") from None
-            given |= {key: parse_value(key, value, arg) for key, value in table.items()}
+            given |= {key: parse_value(key, value, arg) for key, value in read_toml(arg).items()}
     config = Config(**given)
     if config.init_from != "resume":
         check_config(config)
         return config
     path = Path(config.out_dir) / "ckpt.pt"
     checkpoint = load_checkpoint(path)
-    config = Config(**(checkpoint["config"] | given))
+    if missing := {"config", "step", "optimizer"} - checkpoint.keys():
+        raise ValueError(f"{path}: has no {sorted(missing)[0]!r}: it is a model alone, not a run to go on with")
+    here = {"out_dir": config.out_dir, "init_from": "resume"}  # the folder may have been renamed since
+    config = Config(**(checkpoint["config"] | given | here))
     check_config(config)
     task = load_task(config.task)
     load_model(path, task)  # raises if the vocabulary is another
     if (shape := dataclasses.asdict(gpt_config(config, task))) != checkpoint["gpt"]:
         other = [key for key in shape if shape[key] != checkpoint["gpt"][key]]
         raise ValueError(f"{other[0]}={shape[other[0]]}: {path} has {checkpoint['gpt'][other[0]]}, so it cannot go on")
+    if config.seed != checkpoint["config"]["seed"]:
+        raise ValueError(
+            f"seed={config.seed}: {path} was begun with {checkpoint['config']['seed']}; a run has one seed"
+        )
     if checkpoint["step"] >= config.max_iters and not config.eval_only:
         raise ValueError(f"max_iters={config.max_iters}: {path} has done {checkpoint['step']} steps already; give more")
     return config
@@ -190,12 +202,14 @@ def check_config(config: Config) -> None:
             raise ValueError(f"{key}={value!r}: must be one of {', '.join(allowed)}")
     check_options(**{key: getattr(config, key) for key in CACHE_KEYS})
     least = dict.fromkeys(("prompts_per_step", "group_size", "micro_batch_size", "updates_per_rollout"), 1)
-    least |= dict.fromkeys(("max_new_tokens", "max_iters", "warm_batch_size", "eval_problems"), 1)
-    least |= dict.fromkeys(("warm_iters", "eval_interval", "opd_topk", "smd_lambda", "clip_high"), 0)
+    least |= dict.fromkeys(("max_new_tokens", "max_iters", "warm_batch_size", "eval_problems", "save_interval"), 1)
+    least |= dict.fromkeys(("seed", "warm_iters", "eval_interval", "opd_topk", "smd_lambda", "clip_high"), 0)
     least |= dict.fromkeys(("weight_decay", "reward_coef", "opd_coef"), 0)
     for key, smallest in least.items():
         if not (value := getattr(config, key)) >= smallest:
             raise ValueError(f"{key}={value}: must be at least {smallest}")
+    if config.seed >= 2**63:
+        raise ValueError(f"seed={config.seed}: must be below 2**63")
     for key in ("temperature", "learning_rate", "warm_learning_rate", "grad_clip", "clip"):
         if not (value := getattr(config, key)) > 0:
             why = " in training (0 is greedy: there is nothing to learn from)" if key == "temperature" else ""
@@ -211,23 +225,31 @@ def check_config(config: Config) -> None:
         raise ValueError(f"opd={config.opd!r} with teacher={config.teacher!r}: distillation needs both, or neither")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': this machine has no CUDA device; use cpu or auto")
-    out = Path(config.out_dir)
-    if out.exists() and not (out.is_dir() and os.access(out, os.W_OK)):
-        raise ValueError(f"out_dir={config.out_dir!r}: must be a folder that can be written to, or not be there yet")
+    for key in ("out_dir", "warm_dir"):
+        folder = Path(getattr(config, key))
+        if folder.exists() and not (folder.is_dir() and os.access(folder, os.W_OK)):
+            raise ValueError(f"{key}={str(folder)!r}: must be a folder that can be written to, or not be there yet")
     task = load_task(config.task)
-    if task.max_prompt + config.max_new_tokens > config.block_size:
+    response = max(config.max_new_tokens, task.max_response if config.warm_iters else 0)
+    if task.max_prompt + response > config.block_size:
         raise ValueError(
-            f"max_new_tokens={config.max_new_tokens}: with prompts of up to {task.max_prompt} tokens this exceeds "
-            f"block_size={config.block_size}"
+            f"max_new_tokens={config.max_new_tokens}: prompts of up to {task.max_prompt} tokens and responses (or "
+            f"worked solutions) of up to {response} exceed block_size={config.block_size}"
         )
-    if config.opd_topk > task.tokenizer.vocab_size:
+    if config.opd in ("vopd", "topk_kl") and config.opd_topk > task.tokenizer.vocab_size:
         raise ValueError(f"opd_topk={config.opd_topk}: must be at most the vocabulary's {task.tokenizer.vocab_size}")
     gpt_config(config, task)  # raises for a shape that cannot be
     if config.teacher.endswith(".toml"):
-        if vocabulary_digest(load_task(load_config([config.teacher]).task)) != vocabulary_digest(task):
+        if "teacher" in read_toml(config.teacher):
+            raise ValueError(f"teacher={config.teacher!r}: a teacher is a warm start, so its file can name no teacher")
+        teacher = load_config([config.teacher])
+        if vocabulary_digest(load_task(teacher.task)) != vocabulary_digest(task):
             raise ValueError(f"teacher={config.teacher!r}: its vocabulary is not that of task {config.task!r}")
+        block_size = teacher.block_size
     elif config.teacher:
-        load_model(config.teacher, task)
+        block_size = load_model(config.teacher, task).config.block_size
+    if config.teacher and task.max_prompt + config.max_new_tokens > block_size:
+        raise ValueError(f"teacher={config.teacher!r}: its block_size={block_size} is too short for this run's rows")
 
 
 def help_text() -> str:
@@ -268,7 +290,7 @@ def vocabulary_digest(task) -> str:
 
 def save_checkpoint(path: Path, **state) -> None:
     """Write tensors and plain types; a reader sees the old file or the new one, never half of one."""
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # two runs may write one warm start
     torch.save(state, temporary)
     os.replace(temporary, path)
 
@@ -278,9 +300,12 @@ def load_checkpoint(path: str | Path) -> dict:
     if not Path(path).is_file():
         raise ValueError(f"{path}: there is no such checkpoint")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:  # a damaged file can fail anywhere in the reader
         raise ValueError(f"{path}: not a whole checkpoint ({type(e).__name__})") from None
+    if not isinstance(state, dict) or not {"model", "gpt", "vocabulary"} <= state.keys():
+        raise ValueError(f"{path}: not a checkpoint of this project")
+    return state
 
 
 def load_model(path: str | Path, task) -> GPT:
@@ -330,7 +355,6 @@ def warm_start(config: Config, task, device: torch.device) -> GPT:
         optimizer.step()
         if it % 100 == 0 or it + 1 == config.warm_iters:
             tqdm.write(f"warm start {it:4d}  loss {loss.item():.3f}")
-    path.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint(path, model=model.state_dict(), gpt=dataclasses.asdict(gpt), vocabulary=vocabulary_digest(task))
     return model
 
@@ -470,11 +494,11 @@ def train(config: Config) -> dict:
         return summary | {"eval": {"only": run_eval("only")}}
     if not resumed:
         summary["eval"] = {"before": run_eval("before")}
-    out_dir.mkdir(parents=True, exist_ok=True)
     log_path = out_dir / "log.jsonl"
-    rows_before = log_path.read_text().splitlines(keepends=True) if resumed and log_path.is_file() else []
-    log = log_path.open("w")
-    log.writelines(line for line in rows_before if json.loads(line)["step"] < first_step)
+    kept_rows = []
+    if resumed and log_path.is_file():  # a kill can leave rows after the checkpoint, and half of one
+        lines = [line for line in log_path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        kept_rows = [line for line in lines if json.loads(line)["step"] < first_step]
 
     for step in tqdm(range(first_step, config.max_iters), desc="GRPO", disable=None):
         clock = [time.perf_counter()]
@@ -513,7 +537,8 @@ def train(config: Config) -> dict:
                     targets, m = batch.tokens[:, 1:], batch.response_mask[:, 1:]  # (b, t)
                     at = (rows, slice(targets.shape[1]))
                     student = logits_of(model, batch, masked)  # (b, t, V)
-                    student_logp[at] = losses.token_logprobs(student, targets, tau)
+                    if config.method in RESCORED:
+                        student_logp[at] = losses.token_logprobs(student, targets, tau)
                     if teacher:
                         tutor = logits_of(teacher, batch, masked=False)  # (b, t, V): the teacher sees everything
                         kl_sum += losses.reverse_kl(student[m], tutor[m], temperature=tau).sum().item()
@@ -536,8 +561,6 @@ def train(config: Config) -> dict:
                 weights, w = losses.importance_weights(old_logp, sampler_logp, mask, mode)  # (B, T-1)
                 w = {name: value.item() for name, value in w.items()}
                 weight_mean = w["weight_sum"] / max(w["weight_count"], 1)
-                if mode == "sparse_rl" and weight_mean > 0:
-                    weights = weights / weight_mean
                 row |= {"weight_mean": weight_mean, "weight_max": w["weight_max"], "vetoed": w["vetoed"] / w["rows"]}
                 row["ess"] = w["seq_sum"] ** 2 / w["seq_sq_sum"] / w["rows"]
             if teacher:
@@ -545,7 +568,10 @@ def train(config: Config) -> dict:
                     r = opd_advantages
                     opd_advantages = (r - losses.other_rows_mean(r, mask, r.sum(), mask.sum())) * mask
                 advantages = advantages + config.opd_coef * opd_advantages
-                row |= {"opd_kl": kl_sum / mask.sum().item(), "opd_adv_std": opd_advantages[mask].std().item()}
+                row |= {
+                    "opd_kl": kl_sum / mask.sum().item(),
+                    "opd_adv_std": opd_advantages[mask].std(correction=0).item(),
+                }
 
         # 5. Loss: micro-batches add up under one normaliser, the response tokens of the optimiser step.
         clock.append(time.perf_counter())
@@ -555,6 +581,9 @@ def train(config: Config) -> dict:
             order = torch.randperm(B, generator=generator, device=device)
         for update, update_rows in enumerate(order.chunk(config.updates_per_rollout)):
             normalizer = mask[update_rows].sum()
+            if config.method == "sparse_rl":  # their mean over the unvetoed tokens of the optimiser step becomes 1
+                live = weights[update_rows]  # (b, T-1)
+                weights[update_rows] = live * (live > 0).sum() / live.sum().clamp(min=1e-12)
             optimizer.zero_grad(set_to_none=True)
             for rows in update_rows.split(config.micro_batch_size):
                 batch = roll.select(rows)
@@ -590,18 +619,21 @@ def train(config: Config) -> dict:
                 for name, value in stats.items():
                     totals[name] = totals.get(name, 0.0) + value.item()
 
+            exact = config.method in ("dense", "smd") and config.dtype == "float32"
+            tolerance = 1e-4 * max(1, 1 / tau)  # logits are divided by tau, and their rounding with them
+            if step == 0 and update == 0 and exact and row["gap_max"] > tolerance:
+                raise RuntimeError(
+                    f"the learner scores the sampler's tokens {row['gap_max']:.2e} nats off before any update, "
+                    f"{tolerance} is allowed: positions, temperature, mask or shift of the two sides differ"
+                )
+
             # 6. Step, unless something is not finite, or every sequence was vetoed (Adam's momentum would still move).
             grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip).item())
-            vetoed = weights is not None and not weights[update_rows].any()
+            vetoed = weights is not None and not weights[update_rows].any() and config.opd not in ("full", "topk_kl")
             if vetoed or not math.isfinite(grad_norms[-1]):
                 summary["skipped_steps"] += 1
             else:
                 optimizer.step()
-        if step == 0 and config.method in ("dense", "smd") and config.dtype == "float32" and row["gap_max"] > 1e-4:
-            raise RuntimeError(
-                f"the learner scores the sampler's tokens {row['gap_max']:.2e} nats off before any update; it must be "
-                "at most 1e-4: positions, temperature, mask or shift of the two sides differ"
-            )
 
         # 7. One row for the file, one line for the eye.
         clock.append(time.perf_counter())
@@ -617,16 +649,20 @@ def train(config: Config) -> dict:
         done = step + 1
         if done == config.max_iters or (config.eval_interval and done % config.eval_interval == 0):
             row["eval"] = summary["eval"]["after"] = run_eval(f"after step {done}")
+        if step == first_step:  # a whole step has worked: only now does an older run in out_dir give way
+            log_path.write_text("".join(kept_rows))
+            for name in ("ckpt.pt", "summary.json", "curves.png") if not resumed else ():
+                (out_dir / name).unlink(missing_ok=True)
+        with log_path.open("a") as log:
+            log.write(json.dumps(row) + "\n")
+        if done == config.max_iters or done % config.save_interval == 0:
             save(done)
-        log.write(json.dumps(row) + "\n")
-        log.flush()
         tqdm.write(
             f"step {step:4d}  reward {row['reward']:.3f}  len {row['completion_len']:.1f}  gap {row['gap_max']:.1e}  "
             f"ratio {ratio_max:.2f}  clip {row['clip_frac']:.3f}  |g| {row['grad_norm']:.2f}  "
             f"kv {roll.kv_bytes / roll.kv_bytes_dense:.0%}  tok/s {row['rollout_tok_s']:.0f}/{row['learn_tok_s']:.0f}"
         )
 
-    log.close()
     summary["seconds"] = seconds_before + time.time() - start_time
     (out_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     draw_curves(out_dir)
@@ -639,7 +675,9 @@ def main(argv: list[str]) -> None:
         return
     try:
         config = load_config(argv)
-    except ValueError as e:
+        for folder in (config.warm_dir,) if config.eval_only else (config.out_dir, config.warm_dir):
+            Path(folder).mkdir(parents=True, exist_ok=True)  # now, not after minutes of work
+    except (ValueError, OSError) as e:
         sys.exit(f"error: {e}")
     train(config)
 

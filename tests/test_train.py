@@ -71,8 +71,14 @@ BAD = [
     ("--teacher=broken.toml --opd=vopd", "not a TOML file"),
     ("--teacher=broken.pt --opd=vopd", "broken.pt: not a whole checkpoint"),
     ("--teacher=other.toml --opd=vopd", "vocabulary is not that of task 'recall'"),
+    ("--teacher=self.toml --opd=vopd", "can name no teacher"),
+    ("--block_size=56 --max_new_tokens=2", "block_size=56"),
+    ("--n_embd=1088", "at most 256"),
+    ("--seed=99999999999999999999", "below 2**63"),
+    ("--warm_dir=broken.pt", "warm_dir='broken.pt': must be a folder"),
+    ("--out_dir=/proc/x", "/proc/x"),
     ("--out_dir=broken.pt", "out_dir='broken.pt': must be a folder"),
-    ("--opd_topk=133", "at most the vocabulary's 132"),
+    ("--opd_topk=133 --opd=vopd --teacher=nowhere.pt", "at most the vocabulary's 132"),
 ]
 
 
@@ -80,7 +86,7 @@ BAD = [
 def test_bad_input_is_one_line_and_writes_nothing(args, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = {"bad.toml": "polcy = 'h2o'", "type.toml": "group_size = true", "broken.toml": "x = = 1"}
-    files |= {"broken.pt": "x", "other.toml": "task = 'spellings'"}
+    files |= {"broken.pt": "x", "other.toml": "task = 'spellings'", "self.toml": "teacher = 'self.toml'"}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     before = sorted(tmp_path.iterdir())
@@ -206,6 +212,7 @@ def test_what_a_resume_refuses_and_evaluation_alone(run, tmp_path, capsys):
     resume = [f"--out_dir={tmp_path / 'a'}", "--init_from=resume"]
     for options, message in (
         ([], "has done 1 steps already"),
+        (["--max_iters=3", "--seed=5"], "seed=5: .* begun with 1337"),
         (["--max_iters=3", "--n_embd=64"], "n_embd=64: .* has 32"),
         (["--max_iters=3", "--task=spellings"], "vocabulary"),
     ):
@@ -215,6 +222,32 @@ def test_what_a_resume_refuses_and_evaluation_alone(run, tmp_path, capsys):
     main([*resume, "--eval_only=true", "--kv_budget=7"])
     assert re.fullmatch(r"eval only: dense [\d.]+, compressed [\d.]+\n", capsys.readouterr().out)
     assert files == {p: p.read_bytes() for p in (tmp_path / "a").iterdir()}
+
+
+def test_a_renamed_run_goes_on_where_it_is_and_half_a_row_is_dropped(run, tmp_path):
+    run("a", max_iters=3, save_interval=2)
+    (tmp_path / "a").rename(tmp_path / "b")
+    with (tmp_path / "b" / "log.jsonl").open("a") as log:
+        log.write('{"step": 3, "rew')  # a kill in the middle of a row
+    _, rows, checkpoint = run("b", max_iters=5, init_from="resume")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and checkpoint["step"] == 5
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_run_that_fails_at_once_leaves_the_older_run_alone(run, tmp_path, monkeypatch):
+    run("a", max_iters=1)
+    files = {p: p.read_bytes() for p in (tmp_path / "a").iterdir()}
+    monkeypatch.setattr(recall, "reward", lambda problem, response: math.nan)
+    with pytest.raises(ValueError, match="finite"):
+        run("a", seed=2)
+    assert files == {p: p.read_bytes() for p in (tmp_path / "a").iterdir()}
+
+
+def test_checkpoints_come_at_every_save_interval(run, tmp_path, monkeypatch):
+    save, steps = train.save_checkpoint, []
+    monkeypatch.setattr(train, "save_checkpoint", lambda path, **s: (steps.append(s.get("step")), save(path, **s)))
+    run("a", max_iters=5, save_interval=2)
+    assert steps == [None, 2, 4, 5]  # the first is the warm start
 
 
 def test_bfloat16_keeps_float32_masters(run):
