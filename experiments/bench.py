@@ -143,6 +143,7 @@ def attention_rows():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     B, H, hs, lengths, dtype = 4, 16, 128, (1024, 4096, 16384), torch.bfloat16
     if device == "cpu":
+        torch.set_num_threads(1)  # times that other work on the machine disturbs least
         B, H, hs, lengths, dtype = 1, 4, 64, (256, 1024), torch.float32
     for T in lengths:
         masks = {
