@@ -106,6 +106,7 @@ def flex_attention_with(evicted_at, heads):
     def rule(b, h, i, j):
         return (j <= i) & (i < evicted_at[b, h // group, j])
 
+    torch.compiler.reset()  # or the sizes before would count towards the limit of recompilations
     make_mask = torch.compile(create_block_mask, dynamic=False)
     attention = torch.compile(flex_attention, dynamic=False)
 
