@@ -523,7 +523,7 @@ def train(config: Config) -> dict:
         # 2. Reward, and 3. advantage: how much better than the other samples of the same prompt.
         rewards = rewards_of(task, problems, roll).to(device)  # (B,)
         advantages = config.reward_coef * losses.group_advantages(rewards, config.group_size, config.adv_scale)
-        advantages = advantages[:, None].expand(B, T - 1).clone()  # (B, T-1)
+        advantages = advantages[:, None].expand(B, T - 1)  # (B, T-1)
 
         # 4. Score the rollout before the weights move: the full view's old policy, the teacher's opinion.
         row = {"step": step, "reward": rewards.mean().item(), "completion_len": mask.sum().item() / B}

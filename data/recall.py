@@ -29,20 +29,28 @@ max_prompt = 1 + PAIRS + FILLERS + 1 + ASKED + 1
 max_response = 3 * ASKED + 2 + 1
 
 
-def make_problem(rng: random.Random, split: str) -> Problem:
-    """A random problem of the split. One prompt in 16, chosen by a checksum of its text, belongs to "eval"."""
+def ask(rng: random.Random, split: str, names: list[str], pairs: int, fillers: int) -> tuple[str, dict[str, int]]:
+    """A random prompt of the split, and the value of each name it asks for, in order.
+
+    One prompt in 16, chosen by a checksum of its text, belongs to "eval".
+    """
     while True:
-        values = {name: rng.randrange(VALUES) for name in rng.sample(NAMES, PAIRS)}
-        words = [f"{n}{v}" for n, v in values.items()] + rng.choices(FILLER, k=FILLERS)
+        values = {name: rng.randrange(VALUES) for name in rng.sample(names, pairs)}
+        words = [f"{n}{v}" for n, v in values.items()] + rng.choices(FILLER, k=fillers)
         rng.shuffle(words)
         asked = rng.sample(list(values), ASKED)
         prompt = "".join(f" {w}" for w in ["pairs", *words, "?", *asked, "="])
         if (zlib.crc32(prompt.encode()) % 16 == 0) == (split == "eval"):
-            break
+            return prompt, {name: values[name] for name in asked}
+
+
+def make_problem(rng: random.Random, split: str) -> Problem:
+    """A random problem of the split, "train" or "eval"."""
+    prompt, asked = ask(rng, split, NAMES, PAIRS, FILLERS)
     total, solution = 0, ""
-    for name in asked:
-        total += values[name]
-        solution += f" {name} {values[name]} {total}"
+    for name, value in asked.items():
+        total += value
+        solution += f" {name} {value} {total}"
     return Problem(prompt, f"{solution} # {total}", str(total))
 
 

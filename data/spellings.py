@@ -9,14 +9,12 @@ token, in how it is written: reward teaches nothing of that, a teacher does.
 """
 
 import random
-import zlib
 
 from data import Problem, WordTokenizer
-from data.recall import FILLER
+from data.recall import ASKED, FILLER, VALUES, ask
 
 NAMES = [chr(ord("a") + i) for i in range(13)]
-VALUES = 4  # 0..3
-PAIRS, FILLERS, ASKED = 8, 8, 3
+PAIRS, FILLERS = 8, 8
 SPELLINGS = "0123456789abcdef"
 ANSWER_WORDS = [*NAMES, *(str(i) for i in range(ASKED * (VALUES - 1) + 1)), "#"]
 
@@ -33,19 +31,12 @@ max_response = 3 * ASKED + 2 + 1
 
 
 def make_problem(rng: random.Random, split: str, spellings: str = SPELLINGS) -> Problem:
-    """A random problem of the split, solved in `spellings`. One prompt in 16, by a checksum of its text, is "eval"."""
-    while True:
-        values = {name: rng.randrange(VALUES) for name in rng.sample(NAMES, PAIRS)}
-        words = [f"{n}{v}" for n, v in values.items()] + rng.choices(FILLER, k=FILLERS)
-        rng.shuffle(words)
-        asked = rng.sample(list(values), ASKED)
-        prompt = "".join(f" {w}" for w in ["pairs", *words, "?", *asked, "="])
-        if (zlib.crc32(prompt.encode()) % 16 == 0) == (split == "eval"):
-            break
+    """A random problem of the split, each word of its solution in one of `spellings`."""
+    prompt, asked = ask(rng, split, NAMES, PAIRS, FILLERS)
     total, solution = 0, []
-    for name in asked:
-        total += values[name]
-        solution += [name, str(values[name]), str(total)]
+    for name, value in asked.items():
+        total += value
+        solution += [name, str(value), str(total)]
     solution += ["#", str(total)]
     return Problem(prompt, "".join(f" {word}.{rng.choice(spellings)}" for word in solution), str(total))
 
