@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from kernels import dense_attention, shadow_attention
 
@@ -129,6 +129,7 @@ class GPT(nn.Module):
         """Weights from `generator`: N(0, 1/fan_in), those into the residual stream scaled by 1/sqrt(2L) once more."""
         super().__init__()
         self.config = config
+        self.recompute = False  # True: keep only each block's input, run the block again in the backward pass
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
@@ -144,12 +145,16 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, idx: Tensor, evicted_at: Tensor | None = None, cache=None) -> Tensor:
-        """Logits (B,T,V) of token ids idx (B,T).
+        """Logits (B,T,V) of token ids idx (B,T): the head on `hidden`."""
+        return self.head(self.hidden(idx, evicted_at, cache))
+
+    def hidden(self, idx: Tensor, evicted_at: Tensor | None = None, cache=None) -> Tensor:
+        """The normalised last hidden states (B,T,C) of token ids idx (B,T).
 
         evicted_at (L,B,nkv,T) int32: key j of row b, layer l, kv head h is seen by the queries i with
         j <= i < evicted_at[l,b,h,j]; None is the full view (SMD, arXiv 2605.06850).
-        cache: a kv_compress.KVCache, fed with the prompts (N,P) once and then with one token a row (B,1); only the
-        logits of each row's last token are computed, (N,1,V) or (B,1,V).
+        cache: a kv_compress.KVCache, fed with the prompts (N,P) once and then with one token a row (B,1); only each
+        row's last token comes back, (N,1,C) or (B,1,C).
         Raises ValueError if T > block_size, or if both evicted_at and cache are given.
         """
         T = idx.shape[1]
@@ -168,7 +173,10 @@ class GPT(nn.Module):
                 attend = partial(shadow_attention, evicted_at=evicted_at[layer])
             else:
                 attend = dense_attention
-            x = block(x, rope, attend)
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, rope, attend, use_reentrant=False)
+            else:
+                x = block(x, rope, attend)
         if cache is not None:
             x = cache.last(x)  # (B, 1, C)
-        return self.head(self.norm(x))  # (B, T, V)
+        return self.norm(x)  # (B, T, C)

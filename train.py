@@ -71,6 +71,8 @@ class Config:
     prompts_per_step: int = 32
     group_size: int = 8  # samples per prompt; their mean reward is the baseline
     micro_batch_size: int = 256  # rows per forward; the result does not depend on it
+    head_chunk: int = 1024  # response tokens whose logits exist at once; the result does not depend on it
+    recompute: bool = False  # activation checkpointing: less memory, one forward more
     updates_per_rollout: int = 1  # optimiser steps that share a rollout, each on its own rows
     max_new_tokens: int = 12  # response length, EOS included
     temperature: float = 1.0  # divides the logits of sampler and learner alike
@@ -201,8 +203,9 @@ def check_config(config: Config) -> None:
         if (value := getattr(config, key)) not in allowed:
             raise ValueError(f"{key}={value!r}: must be one of {', '.join(allowed)}")
     check_options(**{key: getattr(config, key) for key in CACHE_KEYS})
-    least = dict.fromkeys(("prompts_per_step", "group_size", "micro_batch_size", "updates_per_rollout"), 1)
-    least |= dict.fromkeys(("max_new_tokens", "max_iters", "warm_batch_size", "eval_problems", "save_interval"), 1)
+    least = dict.fromkeys(("prompts_per_step", "group_size", "micro_batch_size", "head_chunk"), 1)
+    least |= dict.fromkeys(("updates_per_rollout", "max_new_tokens", "max_iters"), 1)
+    least |= dict.fromkeys(("warm_batch_size", "eval_problems", "save_interval"), 1)
     least |= dict.fromkeys(("seed", "warm_iters", "eval_interval", "opd_topk", "smd_lambda", "clip_high"), 0)
     least |= dict.fromkeys(("weight_decay", "reward_coef", "opd_coef"), 0)
     for key, smallest in least.items():
@@ -455,7 +458,8 @@ def train(config: Config) -> dict:
 
     model = load_model(out_dir / "ckpt.pt", task).to(device) if resumed else warm_start(config, task, device)
     teacher = load_teacher(config, task, device) if config.teacher else None
-    learner = torch.compile(model, dynamic=True) if config.compile else model
+    model.recompute = config.recompute
+    learner = torch.compile(model.hidden, dynamic=True) if config.compile else model.hidden
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
     )
@@ -485,10 +489,18 @@ def train(config: Config) -> dict:
         state |= {"gpt": dataclasses.asdict(model.config), "vocabulary": vocabulary_digest(task)}
         save_checkpoint(out_dir / "ckpt.pt", **state)
 
-    def logits_of(net: GPT, batch: Rollout, masked: bool) -> Tensor:
-        """Logits (b,T-1,V) that score batch.tokens[:, 1:]; the last token is not fed, as in the sampler."""
+    def hidden_of(body, batch: Rollout, masked: bool) -> Tensor:
+        """Hidden states (n,C) that predict the n response tokens of a batch, row by row.
+
+        The last token is not fed, as in the sampler.
+        """
         with autocast:
-            return net(batch.tokens[:, :-1], batch.evicted_at[..., :-1] if masked else None)
+            x = body(batch.tokens[:, :-1], batch.evicted_at[..., :-1] if masked else None)  # (b, T-1, C)
+        return x[batch.response_mask[:, 1:]]
+
+    def logits_of(net: GPT, x: Tensor) -> Tensor:
+        with autocast:
+            return net.head(x)  # (n, V)
 
     if config.eval_only:
         return summary | {"eval": {"only": run_eval("only")}}
@@ -534,24 +546,24 @@ def train(config: Config) -> dict:
             for rows in torch.arange(B, device=device).split(config.micro_batch_size):
                 with torch.no_grad():
                     batch = roll.select(rows)
-                    targets, m = batch.tokens[:, 1:], batch.response_mask[:, 1:]  # (b, t)
-                    at = (rows, slice(targets.shape[1]))
-                    student = logits_of(model, batch, masked)  # (b, t, V)
-                    if config.method in RESCORED:
-                        student_logp[at] = losses.token_logprobs(student, targets, tau)
+                    m = batch.response_mask[:, 1:]  # (b, t)
+                    columns = [batch.tokens[:, 1:][m], hidden_of(model.hidden, batch, masked)]  # (n,), (n, C)
                     if teacher:
-                        tutor = logits_of(teacher, batch, masked=False)  # (b, t, V): the teacher sees everything
-                        kl_sum += losses.reverse_kl(student[m], tutor[m], temperature=tau).sum().item()
-                        if config.opd in OPD_BASELINES:
-                            opd_advantages[at] = losses.opd_advantages(
-                                student,
-                                tutor,
-                                targets,
-                                baseline=OPD_BASELINES[config.opd],
-                                k=config.opd_topk,
-                                mask=m,
-                                temperature=tau,
-                            )
+                        columns.append(hidden_of(teacher.hidden, batch, masked=False))  # the teacher sees everything
+                    logp, opd = [], []
+                    for targets, *hidden in zip(*(c.split(config.head_chunk) for c in columns), strict=True):
+                        student = logits_of(model, hidden[0])  # (c, V)
+                        logp.append(losses.token_logprobs(student, targets, tau))
+                        if teacher:
+                            tutor = logits_of(teacher, hidden[1])  # (c, V)
+                            kl_sum += losses.reverse_kl(student, tutor, temperature=tau).sum().item()
+                            how = {"baseline": OPD_BASELINES.get(config.opd, "none"), "k": config.opd_topk}
+                            one_row = student[None], tutor[None], targets[None]
+                            opd.append(losses.opd_advantages(*one_row, **how, temperature=tau)[0])
+                    at = (rows, slice(m.shape[1]))
+                    student_logp[at] = torch.zeros_like(student_logp[at]).masked_scatter(m, torch.cat(logp))
+                    if config.opd in OPD_BASELINES:
+                        opd_advantages[at] = torch.zeros_like(opd_advantages[at]).masked_scatter(m, torch.cat(opd))
             if config.method in RESCORED:
                 old_logp = student_logp
                 gap = (old_logp - sampler_logp).abs()[mask]
@@ -587,37 +599,49 @@ def train(config: Config) -> dict:
             optimizer.zero_grad(set_to_none=True)
             for rows in update_rows.split(config.micro_batch_size):
                 batch = roll.select(rows)
-                targets, m = batch.tokens[:, 1:], batch.response_mask[:, 1:]  # (b, t)
-                at = (rows, slice(targets.shape[1]))
-                logits = logits_of(learner, batch, masked)  # (b, t, V)
-                ppo = {"clip": config.clip, "clip_high": config.clip_high or config.clip, "normalizer": normalizer}
-                if masked:
-                    dense = None
-                    if config.smd_lambda > 0:
-                        with torch.set_grad_enabled(config.smd_track_b == "masked_teaches_dense"):
-                            dense = logits_of(learner, batch, masked=False)  # (b, t, V)
-                    ppo |= {"lam": config.smd_lambda, "track_b": config.smd_track_b, "temperature": tau}
-                    loss, stats = losses.smd_loss(logits, dense, targets, old_logp[at], advantages[at], m, **ppo)
-                else:
-                    logp = losses.token_logprobs(logits, targets, tau)  # (b, t)
-                    ppo["weights"] = None if weights is None else weights[at]
-                    loss, stats = losses.grpo_loss(logp, old_logp[at], advantages[at], m, **ppo)
+                m = batch.response_mask[:, 1:]  # (b, t)
+                at = (rows, slice(m.shape[1]))
+                columns = [batch.tokens[:, 1:][m], old_logp[at][m], advantages[at][m]]  # (n,) each
+                columns.append(torch.ones_like(columns[1]) if weights is None else weights[at][m])
+                views = [hidden_of(learner, batch, masked)]  # (n, C) each
+                if config.smd_lambda > 0 and masked:
+                    with torch.set_grad_enabled(config.smd_track_b == "masked_teaches_dense"):
+                        views.append(hidden_of(learner, batch, masked=False))
                 if config.opd in ("full", "topk_kl"):
                     with torch.no_grad():
-                        tutor = logits_of(teacher, batch, masked=False)
-                    k = config.opd_topk if config.opd == "topk_kl" else 0
-                    kl = losses.reverse_kl(logits[m], tutor[m], temperature=tau, k=k).sum()
-                    loss = loss + config.opd_coef * kl / normalizer
-                loss.backward()
-                with torch.no_grad():
-                    stats["entropy"] = losses.entropy(logits[m], tau).sum()
-                ratio_max = max(ratio_max, stats.pop("ratio_max").item())
-                gap_max = stats.pop("gap_max").item()
-                if update == 0 and config.method not in RESCORED:  # the learner has not moved since the sampler sampled
-                    row["gap_max"] = max(row.get("gap_max", 0.0), gap_max)
-                    row["gap_mean"] = row.get("gap_mean", 0.0) + (stats["gap_sum"] / normalizer).item()
-                for name, value in stats.items():
-                    totals[name] = totals.get(name, 0.0) + value.item()
+                        views.append(hidden_of(teacher.hidden, batch, masked=False))
+                # The loss is a sum over tokens, so a chunk of tokens is a micro-batch of the head: its logits (c, V)
+                # are gone before the next chunk's come, and what it owes the body is added up in leaf.grad.
+                leaves = [x.detach().requires_grad_(x.requires_grad) for x in views]
+                for chunk in zip(*(c.split(config.head_chunk) for c in columns + leaves), strict=True):
+                    targets, old, advantage, weight, *hidden = chunk  # (c,) each, (c, C) each
+                    logits = logits_of(model, hidden[0])  # (c, V)
+                    every = torch.ones_like(targets, dtype=torch.bool)  # no padding is left among the tokens
+                    ppo = {"clip": config.clip, "clip_high": config.clip_high or config.clip, "normalizer": normalizer}
+                    if masked:
+                        dense = logits_of(model, hidden[1]) if config.smd_lambda > 0 else None  # (c, V)
+                        ppo |= {"lam": config.smd_lambda, "track_b": config.smd_track_b, "temperature": tau}
+                        loss, stats = losses.smd_loss(logits, dense, targets, old, advantage, every, **ppo)
+                    else:
+                        logp = losses.token_logprobs(logits, targets, tau)  # (c,)
+                        loss, stats = losses.grpo_loss(logp, old, advantage, every, weights=weight, **ppo)
+                    if config.opd in ("full", "topk_kl"):
+                        k = config.opd_topk if config.opd == "topk_kl" else 0
+                        kl = losses.reverse_kl(logits, logits_of(teacher, hidden[-1]), temperature=tau, k=k).sum()
+                        loss = loss + config.opd_coef * kl / normalizer
+                    loss.backward()
+                    with torch.no_grad():
+                        stats["entropy"] = losses.entropy(logits, tau).sum()
+                    ratio_max = max(ratio_max, stats.pop("ratio_max").item())
+                    gap_max = stats.pop("gap_max").item()
+                    if update == 0 and config.method not in RESCORED:  # the learner is still the one that sampled
+                        row["gap_max"] = max(row.get("gap_max", 0.0), gap_max)
+                        row["gap_mean"] = row.get("gap_mean", 0.0) + (stats["gap_sum"] / normalizer).item()
+                    for name, value in stats.items():
+                        totals[name] = totals.get(name, 0.0) + value.item()
+                for x, leaf in zip(views, leaves, strict=True):
+                    if x.requires_grad:
+                        x.backward(leaf.grad)
 
             exact = config.method in ("dense", "smd") and config.dtype == "float32"
             tolerance = 1e-4 * max(1, 1 / tau)  # logits are divided by tau, and their rounding with them

@@ -182,11 +182,22 @@ def test_naive_trusts_its_own_old_policy_and_bypass_the_samplers(run):
 
 @pytest.mark.parametrize(
     "options",
-    [{"method": "smd", "smd_lambda": 0.1}, {"method": "sparse_rl"}, {"method": "naive", "updates_per_rollout": 2}],
+    [
+        {"method": "smd", "smd_lambda": 0.1},
+        {"method": "smd", "smd_lambda": 0.1, "smd_track_b": "masked_teaches_dense"},
+        {"method": "sparse_rl"},
+        {"method": "naive", "updates_per_rollout": 2},
+        {"opd": "mean"},
+        {"opd": "vopd", "opd_topk": 5},
+        {"opd": "topk_kl", "opd_topk": 5},
+    ],
 )
-def test_the_step_does_not_depend_on_the_micro_batch(run, options):
+def test_the_step_does_not_depend_on_micro_batch_head_chunk_or_recompute(run, tmp_path, options):
+    if "opd" in options:
+        run("teacher", max_iters=1, seed=7)
+        options = options | {"teacher": tmp_path / "teacher" / "ckpt.pt"}
     whole = run("whole", micro_batch_size=16, max_iters=2, **options)[2]["model"]
-    parts = run("parts", micro_batch_size=3, max_iters=2, **options)[2]["model"]
+    parts = run("parts", micro_batch_size=3, head_chunk=5, recompute=True, max_iters=2, **options)[2]["model"]
     other = run("other", seed=1, max_iters=2, **options)[2]["model"]
     assert close(whole, parts, atol=2e-6)
     assert not close(whole, other, atol=1e-3)
