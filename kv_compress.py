@@ -10,7 +10,8 @@ The cache makes it physical. Each (layer, row, kv head) owns S slots, allocated 
 birth, so the order of slots means nothing and *evicting is overwriting*: the new key is written over the victim's slot
 and the recorder notes one integer. Nothing is sliced, copied or grown.
 
-How to read it: `rollout`, then `KVCache._decode` (one token), `_prefill` (the prompts), then the policies.
+How to read it: `rollout`, then `KVCache._decode` (one token), `_prefill` (the prompts), then the policies. At last
+`SharedPrompts`, with which the learner reads the rollout again.
 
 Left out: paging, prefix sharing between prompts, top-k and top-p sampling (the learner could not replay them exactly).
 """
@@ -369,6 +370,7 @@ class KVCache:
 class Rollout:
     """B = N*G sampled rows, right-padded with token 0 to the longest, T. Row b = n*G + g continues prompt n."""
 
+    prompt: Tensor  # (B,) int64: n
     tokens: Tensor  # (B,T) int64: prompt, response with its EOS, padding
     prompt_len: Tensor  # (B,) int64
     length: Tensor  # (B,) int64: prompt and response
@@ -383,9 +385,69 @@ class Rollout:
     def select(self, rows: Tensor) -> "Rollout":
         """The given rows (b,) alone, cut to the longest of them; the byte counts stay those of the whole rollout."""
         T = int(self.length[rows].max())
-        by_row = {name: getattr(self, name)[rows] for name in ("prompt_len", "length", "finished")}
+        by_row = {name: getattr(self, name)[rows] for name in ("prompt", "prompt_len", "length", "finished")}
         by_token = {name: getattr(self, name)[rows, :T] for name in ("tokens", "response_mask", "logp")}
         return replace(self, **by_row, **by_token, evicted_at=self.evicted_at[:, rows, :, :T])
+
+
+class SharedPrompts:
+    """The learner's pass over a rollout, each prompt once: its samples attend to the same keys, as in the sampler.
+
+    A prompt is compressed after its prefill, so its own queries see all of it, in every sample alike. Stands where the
+    cache stands: `model.hidden(shared.tokens, cache=shared)` gives the hidden states (n,C) that score the batch's n
+    response tokens, row by row; exactly what whole rows (B,T) with `evicted_at` give, from N*P + B*R tokens instead.
+
+    masked: with the sampler's view, else with the full one. R is the longest response less one: the last sampled token
+    is never fed.
+    """
+
+    def __init__(self, batch: Rollout, masked: bool):
+        numbers, self.prompt = batch.prompt.unique(return_inverse=True)  # (N,) and (B,), the prompt of each row
+        self.prompt_len, self.count, T = batch.prompt_len, batch.length - batch.prompt_len, batch.tokens.shape[1]
+        N, B, P, R = len(numbers), len(self.prompt), int(self.prompt_len.max()), int(self.count.max()) - 1
+        self.prompts, self.responses = (N, P), (B, R)
+        device = batch.tokens.device
+        some_row = numbers.scatter(0, self.prompt, torch.arange(B, device=device))  # (N,) a row that has the prompt
+        places = torch.arange(P, device=device)
+        self.at = self.prompt_len[:, None] + torch.arange(R, device=device)  # (B, R)
+        response = batch.tokens.gather(1, self.at.clamp(max=T - 1))  # (B, R)
+        self.tokens = torch.cat((batch.tokens[some_row, :P].flatten(), response.flatten()))[None]  # (1, N*P + B*R)
+        self.positions = torch.cat((places.repeat(N), self.at.flatten()))[None]  # the same
+        # The keys of a row's responses: its prompt, beside which NEVER hides padding, and the response itself.
+        prompt_key = torch.where(places < self.prompt_len[:, None], places, NEVER)  # (B, P)
+        self.key_at = torch.cat((prompt_key, self.at), dim=1)[:, None]  # (B, 1, P + R)
+        self.evicted_at = batch.evicted_at.new_full((1, 1, 1, 1), NEVER).expand(len(batch.evicted_at), B, 1, P + R)
+        if masked:
+            column = self.key_at.clamp(max=T - 1).expand(*batch.evicted_at.shape[:3], -1)
+            self.evicted_at = batch.evicted_at.gather(-1, column)  # (L, B, nkv, P + R)
+
+    def advance(self, T: int) -> Tensor:
+        """The positions (1, N*P + B*R) of the tokens."""
+        return self.positions
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Prompts attend to themselves, responses to their prompt and themselves: q (1,nh,M,hs) -> (1,nh,M,hs)."""
+        M = self.prompts[0] * self.prompts[1]
+        q_prompt, k_prompt, v_prompt = (x[0, :, :M].unflatten(1, self.prompts).transpose(0, 1) for x in (q, k, v))
+        q, k, v = (x[0, :, M:].unflatten(1, self.responses).transpose(0, 1) for x in (q, k, v))  # (B, nh|nkv, R, hs)
+        k, v = (torch.cat((p[self.prompt], r), dim=2) for p, r in ((k_prompt, k), (v_prompt, v)))  # (B, nkv, P + R, hs)
+        seen = self.key_at[:, None] <= self.at[:, None, :, None]  # (B, 1, R, P + R)
+        seen = seen & (self.at[:, None, :, None] < self.evicted_at[layer][:, :, None])  # (B, nkv, R, P + R)
+        idle = self.at >= (self.prompt_len + self.count - 1)[:, None]  # (B, R) padding: it sees all, rather than NaN
+        seen = seen | idle[:, None, :, None]
+        group = q.shape[1] // k.shape[1]  # the query heads that share a kv head are so many more queries of it
+        q, seen = q.unflatten(1, (-1, group)).flatten(2, 3), seen.repeat(1, 1, group, 1)  # (B, nkv, group*R, hs|P + R)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        y = y.unflatten(2, (group, -1)).flatten(1, 2)  # (B, nh, R, hs)
+        y_prompt = F.scaled_dot_product_attention(q_prompt, k_prompt, v_prompt, is_causal=True, enable_gqa=True)
+        return torch.cat([x.transpose(0, 1).flatten(1, 2) for x in (y_prompt, y)], dim=1)[None]
+
+    def last(self, x: Tensor) -> Tensor:
+        """Of x (1, N*P + B*R, C) the states (n,C) that score response tokens: a prompt's last, then the response's."""
+        M = self.prompts[0] * self.prompts[1]
+        first = x[0, self.prompt * self.prompts[1] + self.prompt_len - 1]  # (B, C)
+        states = torch.cat((first[:, None], x[0, M:].unflatten(0, self.responses)), dim=1)  # (B, R + 1, C)
+        return states[torch.arange(states.shape[1], device=x.device) < self.count[:, None]]
 
 
 @torch.no_grad()
@@ -461,6 +523,7 @@ def rollout(
     position = torch.arange(T, device=device)
     real = position < length[:, None]  # (B, T)
     return Rollout(
+        prompt=rows // G,
         tokens=tokens[:, :T],
         prompt_len=prompt_len,
         length=length,

@@ -158,7 +158,7 @@ class GPT(nn.Module):
         Raises ValueError if T > block_size, or if both evicted_at and cache are given.
         """
         T = idx.shape[1]
-        if self.config.block_size < T:
+        if cache is None and self.config.block_size < T:
             raise ValueError(f"{T} tokens in a row, but block_size={self.config.block_size}")
         if cache is not None and evicted_at is not None:
             raise ValueError("give evicted_at (learner) or cache (sampler), not both: a cache hides what it evicted")

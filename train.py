@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 import losses
 import model as model_file
-from kv_compress import Rollout, check_options, rollout
+from kv_compress import Rollout, SharedPrompts, check_options, rollout
 from model import GPT, GPTConfig
 
 
@@ -72,6 +72,7 @@ class Config:
     group_size: int = 8  # samples per prompt; their mean reward is the baseline
     micro_batch_size: int = 256  # rows per forward; the result does not depend on it
     head_chunk: int = 1024  # response tokens whose logits exist at once; the result does not depend on it
+    share_prompts: bool = True  # the learner runs a prompt once for its samples; false: whole rows, through the kernel
     recompute: bool = False  # activation checkpointing: less memory, one forward more
     updates_per_rollout: int = 1  # optimiser steps that share a rollout, each on its own rows
     max_new_tokens: int = 12  # response length, EOS included
@@ -495,8 +496,11 @@ def train(config: Config) -> dict:
         The last token is not fed, as in the sampler.
         """
         with autocast:
+            if config.share_prompts:
+                shared = SharedPrompts(batch, masked)
+                return body(shared.tokens, cache=shared)
             x = body(batch.tokens[:, :-1], batch.evicted_at[..., :-1] if masked else None)  # (b, T-1, C)
-        return x[batch.response_mask[:, 1:]]
+            return x[batch.response_mask[:, 1:]]
 
     def logits_of(net: GPT, x: Tensor) -> Tensor:
         with autocast:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from util import DEVICE, HEADS, NEVER, Reference, rng, softmax, tiny
 
-from kv_compress import POLICIES, KVCache, LayerView, check_options, rollout
+from kv_compress import POLICIES, KVCache, LayerView, SharedPrompts, check_options, rollout
 
 FIVE = ["snapkv", "h2o", "rkv", "streaming", "random"]
 FOUR = FIVE[:4]  # those whose victims follow from the model
@@ -678,3 +678,29 @@ def test_a_bad_rollout_is_refused(prompts, group_size, new, options, message):
 
 def test_the_longest_legal_rollout_fits():
     assert rollout(tiny(), [[1] * 60], 1, 4, eos_ids=[]).length == 64
+
+
+# ---- the learner's pass with shared prompts --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("new", [1, 9])
+@pytest.mark.parametrize(
+    "budgets", [{}, {"prompt_budget": 0.5, "recent": 1}, {"kv_budget": 6, "recent": 2}, {"kv_budget": 4, "sinks": 0}]
+)
+def test_shared_prompts_give_what_whole_rows_give(budgets, new, masked):
+    """States and gradients alike in float64: ragged prompts, early ends, rows picked in any order, keys all evicted."""
+    options = {"sinks": 1, "recent": 0, "pool": 1} | budgets
+    model = tiny(n_head=6, n_kv_head=2, dtype=torch.float64)
+    roll = rollout(model, prompts_of([3, 17, 8]), 4, new, eos_ids=[0, 1], generator=rng(1), **options)
+    for batch in (roll, roll.select(torch.tensor([5, 0, 7, 11, 3], device=DEVICE))):
+        shared = SharedPrompts(batch, masked)
+        once = model.hidden(shared.tokens, cache=shared)  # (n, C)
+        evicted_at = batch.evicted_at[..., :-1] if masked else None
+        whole = model.hidden(batch.tokens[:, :-1], evicted_at)[batch.response_mask[:, 1:]]  # (n, C)
+        torch.testing.assert_close(once, whole, rtol=0, atol=1e-10)
+        weights = torch.randn(whole.shape, generator=rng(2), device=DEVICE, dtype=torch.float64)
+        used = [p for name, p in model.named_parameters() if not name.startswith("head")]
+        one, other = (torch.autograd.grad((x * weights).sum(), used) for x in (once, whole))
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-9)

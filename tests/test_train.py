@@ -192,15 +192,20 @@ def test_naive_trusts_its_own_old_policy_and_bypass_the_samplers(run):
         {"opd": "topk_kl", "opd_topk": 5},
     ],
 )
-def test_the_step_does_not_depend_on_micro_batch_head_chunk_or_recompute(run, tmp_path, options):
+def test_the_step_does_not_depend_on_how_the_learner_is_cut(run, tmp_path, options):
     if "opd" in options:
         run("teacher", max_iters=1, seed=7)
         options = options | {"teacher": tmp_path / "teacher" / "ckpt.pt"}
-    whole = run("whole", micro_batch_size=16, max_iters=2, **options)[2]["model"]
-    parts = run("parts", micro_batch_size=3, head_chunk=5, recompute=True, max_iters=2, **options)[2]["model"]
-    other = run("other", seed=1, max_iters=2, **options)[2]["model"]
-    assert close(whole, parts, atol=2e-6)
-    assert not close(whole, other, atol=1e-3)
+
+    def gradient(name, **cut):
+        """Two gradients, as Adam averages them; the weights would divide rounding by rounding where they are 0."""
+        moments = run(name, max_iters=2, **options, **cut)[2]["optimizer"]["state"].values()
+        return torch.cat([moment["exp_avg"].flatten() for moment in moments])
+
+    whole, other = gradient("whole"), gradient("other", seed=1)
+    parts = gradient("parts", micro_batch_size=3, head_chunk=5, share_prompts=False, recompute=True)
+    assert (whole - parts).norm() <= 1e-5 * whole.norm()
+    assert (whole - other).norm() >= 0.1 * whole.norm()
 
 
 @pytest.mark.parametrize(
