@@ -14,6 +14,8 @@ Whatever is reported of a micro-batch is a sum, a maximum or a count, so that th
 Simplifications: no KL to a reference policy, no entropy bonus, one temperature for student and teacher.
 """
 
+import math
+
 import torch
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 5e8 is finite, and so is its square: a range for float32, not a correction
@@ -115,8 +117,9 @@ def grpo_loss(logp, old_logp, advantages, mask, *, clip=0.2, clip_high=None, nor
     from outside because a mean of means would give tokens of short micro-batches more weight.
 
     Positions off the mask may hold anything, NaN included: they reach neither the loss nor the gradient.
-    Returns the loss and detached stats: clipped (count of tokens whose gradient the clip removed), ratio_max,
-    gap_max and gap_sum (of |logp - old_logp| over response tokens).
+    Returns the loss and detached stats: clipped (count of tokens whose gradient the clip removed), ratio_max, gap_max
+    and gap_sum (of |logp - old_logp| over response tokens), push_down (the sum of |A| over the tokens with A < 0 that
+    the learner gives less than .001: to make a token less likely that it would hardly say moves all others).
     """
     if not normalizer > 0:
         raise ValueError(f"normalizer is {normalizer}; it counts the response tokens of a step and must be above 0")
@@ -136,6 +139,7 @@ def grpo_loss(logp, old_logp, advantages, mask, *, clip=0.2, clip_high=None, nor
             "ratio_max": torch.where(mask, rho, 0.0).max(),
             "gap_max": gap.abs().max(),
             "gap_sum": gap.abs().sum(),
+            "push_down": -torch.where(mask & (logp < math.log(1e-3)), advantages, 0.0).clamp(max=0).sum(),
         }
     return loss, stats
 

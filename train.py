@@ -390,23 +390,29 @@ def rewards_of(task, problems, roll: Rollout) -> Tensor:
     return torch.tensor(rewards)
 
 
+def grade(model: GPT, task, problems, config: Config, autocast, **cache_options) -> Tensor:
+    """Which of the problems greedy decoding with these cache options gets right: (n,) bool."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)  # only policy=random draws from it
+    right = []
+    for i in range(0, len(problems), 256):
+        batch = problems[i : i + 256]
+        prompts = [task.tokenizer.encode(problem.prompt) for problem in batch]
+        how = {"eos_ids": [task.tokenizer.eos_id], "temperature": 0, "generator": generator}
+        with autocast:
+            roll = rollout(model, prompts, 1, config.max_new_tokens, **how, **cache_options)
+        right.append(rewards_of(task, batch, roll) == 1)
+    return torch.cat(right)
+
+
 def evaluate(model: GPT, task, config: Config, autocast) -> dict[str, float]:
     """Greedy accuracy on the same eval_problems for every run, decoding with the dense and the compressed cache."""
-    rng, eos_ids = random.Random("eval"), [task.tokenizer.eos_id]
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)  # only policy=random draws from it
+    rng = random.Random("eval")
     problems = [task.make_problem(rng, "eval") for _ in range(config.eval_problems)]
-    accuracy = {}
-    for name, cache in (("dense", {}), ("compressed", {key: getattr(config, key) for key in CACHE_KEYS})):
-        options = {"eos_ids": eos_ids, "temperature": 0, "generator": generator} | cache
-        right = 0
-        for i in range(0, len(problems), 256):
-            batch = problems[i : i + 256]
-            prompts = [task.tokenizer.encode(problem.prompt) for problem in batch]
-            with autocast:
-                roll = rollout(model, prompts, 1, config.max_new_tokens, **options)
-            right += (rewards_of(task, batch, roll) == 1).sum().item()
-        accuracy[name] = right / len(problems)
-    return accuracy
+    views = {"dense": {}, "compressed": {key: getattr(config, key) for key in CACHE_KEYS}}
+    return {
+        name: grade(model, task, problems, config, autocast, **cache).float().mean().item()
+        for name, cache in views.items()
+    }
 
 
 def adam_variance(optimizer: torch.optim.AdamW) -> float:
@@ -668,7 +674,8 @@ def train(config: Config) -> dict:
         tokens = mask.sum().item()
         row |= {"ratio_max": ratio_max, "clip_frac": totals["clipped"] / tokens, "grad_norm": max(grad_norms)}
         row |= {"grad_var_adam": adam_variance(optimizer), "kd": totals.get("kd", 0.0) / tokens}
-        row |= {"entropy": totals["entropy"] / tokens, "finished": roll.finished.float().mean().item()}
+        row |= {"push_down": totals["push_down"] / tokens, "entropy": totals["entropy"] / tokens}
+        row |= {"finished": roll.finished.float().mean().item()}
         row |= {"kv_bytes": roll.kv_bytes, "kv_bytes_dense": roll.kv_bytes_dense, "policy_bytes": roll.policy_bytes}
         row |= {"rollout_tok_s": tokens / (clock[1] - clock[0]), "learn_tok_s": tokens / (clock[-1] - clock[1])}
         row["seconds"] = clock[-1] - clock[0]

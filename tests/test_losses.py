@@ -131,6 +131,16 @@ def test_grpo_loss_by_hand():
     gaps = [math.log(1.5), math.log(2), math.log(1.5), math.log(2), math.log(1.1)]
     assert stats["gap_max"].item() == pytest.approx(math.log(2))
     assert stats["gap_sum"].item() == pytest.approx(sum(gaps))
+    assert stats["push_down"].item() == 0  # the least likely of these tokens has rho = logp's exponential = .5
+
+
+def test_push_down_by_hand():
+    """|A| of the tokens with A < 0 that get less than .001; off the mask nothing counts."""
+    logp, mask = f64(1e-4, 1e-4, 0.5, 1e-9, 9e-4, 1e-5).log().view(1, 6), torch.tensor([[True] * 5 + [False]])
+    _, stats = losses.grpo_loss(logp, logp, f64(-2, 3, -5, -0.5, -1, -7).view(1, 6), mask, normalizer=5)
+    assert stats["push_down"].item() == pytest.approx(2 + 0.5 + 1)
+    _, stats = losses.grpo_loss(logp, logp, f64(-2), mask, normalizer=5)
+    assert stats["push_down"].item() == pytest.approx(4 * 2)
 
 
 def test_clip_high_frees_the_upper_side_only():

@@ -9,7 +9,6 @@ from util import DEVICE, rng, tiny
 import losses
 from experiments import variance
 from kv_compress import NEVER, Rollout, rollout
-from train import Config
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [5, 4, 3, 8]]
 NEW = 5
@@ -104,7 +103,7 @@ def test_effective_sizes_by_hand():
     """Two rows with response tokens at 1, 2 and at 1: ratios (2, .5) and (1e-5)."""
     response = torch.tensor([[False, True, True], [False, True, False]], device=DEVICE)
     zeros, ints = torch.zeros(2, 3, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    out = Rollout(zeros.long(), ints, ints, response, response[:, 0], zeros, zeros, 0, 0, 0)
+    out = Rollout(ints, zeros.long(), ints, ints, response, response[:, 0], zeros, zeros, 0, 0, 0)
     dense = torch.tensor([[2, 0.5], [1e-5, 99]], device=DEVICE).log()
     w = (2, 1e-5)
     both = sum(w) ** 2 / sum(x * x for x in w) / 2
@@ -116,16 +115,27 @@ def test_effective_sizes_by_hand():
     assert variance.effective_sizes(dense, out, 9) == pytest.approx(want, rel=1e-4)
 
 
-def test_the_tables(tmp_path, monkeypatch, capsys):
-    small = {"warm_iters": 2, "warm_batch_size": 4, "n_embd": 16, "warm_dir": str(tmp_path)}
-    monkeypatch.setattr(variance, "TEACHERS", {"spellings": Config(task="spellings_teacher", **small)})
-    variance.covariance_table("far", Config(task="spellings", **small), steps=1, rounds=2)
-    lines = capsys.readouterr().out.splitlines()
-    rows = [line.split(" | ") for line in lines if line.startswith("| ") and "trace" not in line]
-    assert [row[0].removeprefix("| ") for row in rows] == [*variance.ADVANTAGES, *variance.DIRECT]
-    assert all(math.isfinite(float(row[1])) for row in rows) and float(rows[-1][3]) == 1
-    variance.ess_table(Config(task="recall", **small), rows=4)
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "%" in line]
-    assert len(rows) == 24 and all(0.25 <= float(row[2]) <= 1 for row in rows)
-    with pytest.raises(SystemExit, match="the only argument is ess"):
-        variance.main(["table"])
+@pytest.mark.parametrize("edge", [0.0, 1.0])
+def test_hot_spots_against_every_action(edge):
+    """Covariance of (r_a - b)(onehot_a - pi) over all actions a of each state, from its definition."""
+    student, teacher = tiny(0, dtype=torch.float64), tiny(1, dtype=torch.float64)
+    bins = variance.hot_spots(student, teacher, drawer(student, 5), 1, edges=(edge, 2.0, math.inf))
+    logits, q, targets, mask = variance.score(student, teacher, drawer(student, 5)())
+    want, inside = {"sampled": 0.0, "mean": 0.0, "vopd": 0.0, "vopd_optimal": 0.0}, 0
+    p, r = logits[mask].softmax(-1).detach(), (q.log_softmax(-1) - logits.log_softmax(-1))[mask].detach()  # (n, V)
+    batch_mean = r.gather(-1, targets[mask][:, None]).mean()
+    for pi, reward in zip(p, r, strict=True):
+        if not edge <= -(pi @ reward) < 2:
+            continue
+        inside += 1
+        score = torch.eye(len(pi), device=pi.device, dtype=pi.dtype) - pi  # (V, V), a row an action
+        norm = score.square().sum(1)
+        baselines = {"sampled": 0.0, "mean": batch_mean, "vopd": pi @ reward}
+        baselines["vopd_optimal"] = (pi @ (norm * reward)) / (pi @ norm)
+        for name, b in baselines.items():
+            g = (reward - b)[:, None] * score
+            want[name] += (pi @ (g - pi @ g).square().sum(1)).item()
+    assert bins[0]["tokens"] == inside > 0
+    for name, total in want.items():
+        assert bins[0][name] == pytest.approx(total / inside), name
+    assert bins[0]["vopd_optimal"] < min(bins[0][name] for name in ("sampled", "mean", "vopd", "vopd k=20"))
