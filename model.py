@@ -34,6 +34,7 @@ class GPTConfig:
     head_dim: int | None = None  # default n_embd / n_head; some models choose it freely
     ffn_dim: int | None = None  # SwiGLU width; default 8/3 n_embd, rounded up to a multiple of 32
     rope_theta: float = 10_000.0
+    rope_scaling: tuple[float, float, float, float] | None = None  # Llama 3's, see rope_angles
     norm_eps: float = 1e-6
     qk_norm: bool = False  # RMSNorm on every head's queries and keys, before the rotation
     qkv_bias: bool = False
@@ -55,10 +56,20 @@ class GPTConfig:
             self.ffn_dim = 32 * math.ceil(8 * self.n_embd / 3 / 32)
 
 
-def rope_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos, sin of position * theta^(-2i/hs), i < hs/2: each (B,1,T,hs/2), positions (B,T). RoPE, arXiv 2104.09864."""
+def rope_angles(
+    positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype, scaling: tuple | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos, sin of position * theta^(-2i/hs), i < hs/2: each (B,1,T,hs/2), positions (B,T). RoPE, arXiv 2104.09864.
+
+    scaling (factor, low, high, length) is Llama 3's way to a longer context: pairs that turn fewer than `low` times
+    in `length` tokens turn `factor` times slower, those that turn more than `high` times as before, others between.
+    """
     dtype = torch.promote_types(dtype, torch.float32)  # bf16 holds integers exactly only up to 256
     frequency = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=dtype) / head_dim)  # (hs/2,)
+    if scaling is not None:
+        factor, low, high, length = scaling
+        turns = length * frequency / (2 * math.pi)  # (hs/2,)
+        frequency = torch.lerp(frequency / factor, frequency, ((turns - low) / (high - low)).clamp(0, 1))
     angles = positions[:, None, :, None].to(dtype) * frequency  # (B, 1, T, hs/2)
     return angles.cos(), angles.sin()
 
@@ -144,6 +155,26 @@ class GPT(nn.Module):
         if config.tie_head:
             self.head.weight = self.embed.weight
 
+    @classmethod
+    def from_pretrained(cls, folder_or_hub_id, block_size: int | None = None) -> "GPT":
+        """A Qwen3, Qwen2, Llama 3 or SmolLM2 model with float32 weights: see data/pretrained.py, also for the errors."""
+        from data import pretrained  # only whoever loads foreign weights needs the safetensors package
+
+        folder = pretrained.find_folder(folder_or_hub_id)
+        config = pretrained.read_config(folder, block_size)
+        with torch.device("meta"):  # shapes only: no memory, no random numbers
+            model = cls(config)
+        model.load_state_dict(pretrained.read_weights(folder, model), assign=True)
+        if config.tie_head:
+            model.head.weight = model.embed.weight
+        return model
+
+    def save_pretrained(self, folder, source=None) -> None:
+        """Write a folder that `from_pretrained` and transformers read; `source`: copy that folder's tokenizer too."""
+        from data import pretrained
+
+        pretrained.write(self, folder, source)
+
     def forward(self, idx: Tensor, evicted_at: Tensor | None = None, cache=None) -> Tensor:
         """Logits (B,T,V) of token ids idx (B,T): the head on `hidden`."""
         return self.head(self.hidden(idx, evicted_at, cache))
@@ -164,7 +195,8 @@ class GPT(nn.Module):
             raise ValueError("give evicted_at (learner) or cache (sampler), not both: a cache hides what it evicted")
 
         positions = torch.arange(T, device=idx.device)[None] if cache is None else cache.advance(T)  # (1|B, T)
-        rope = rope_angles(positions, self.config.head_dim, self.config.rope_theta, self.embed.weight.dtype)
+        c = self.config
+        rope = rope_angles(positions, c.head_dim, c.rope_theta, self.embed.weight.dtype, c.rope_scaling)
         x = self.embed(idx)  # (B, T, C)
         for layer, block in enumerate(self.blocks):
             if cache is not None:

@@ -1,9 +1,16 @@
 """Tasks: one file each. A task is a module with
 
-    tokenizer                                   encode(text) -> ids, decode(ids) -> text, vocab_size, eos_id
-    max_prompt, max_response                    the longest prompt and solution it makes, in tokens (EOS counted)
     make_problem(rng, split) -> Problem         split "train" or "eval": the two never share a prompt
-    reward(problem, response) -> float          the verifier: response is text, without the EOS
+    reward(problem, response) -> float          the verifier: response is text, without the EOS; 1 is right, else wrong
+    shaping(problem, response) -> float         optional: partial credit, which the loop adds with a coefficient
+
+and, if it has a closed vocabulary of its own,
+
+    tokenizer                                   a WordTokenizer
+    max_prompt, max_response                    the longest prompt and solution it makes, in tokens (EOS counted)
+
+A task without a tokenizer is ordinary text, for the tokenizer of a pretrained model (data/tokenizer.py). Both kinds of
+tokenizer have encode(text) -> ids, prompt(text) -> ids, decode(ids) -> text, vocab_size and eos_ids.
 
 Copy `data/recall.py` to add one: `python train.py --task=NAME` imports `data.NAME`.
 """
@@ -28,6 +35,7 @@ class WordTokenizer:
     """
 
     pad_id, eos_id = 0, 1
+    eos_ids = (1,)  # all that end a row
 
     def __init__(self, name: str, words: list[str]):
         if bad := [w for w in words if not re.fullmatch(r"\S+", w)]:
@@ -47,6 +55,8 @@ class WordTokenizer:
         if unknown := [p for p in pieces if p not in self.known]:
             raise ValueError(f"{unknown[0]!r}: not in the vocabulary of {self.encoding.name!r} (words led by a space)")
         return self.encoding.encode_ordinary(text)
+
+    prompt = encode  # what a model is asked is the text itself; a chat model's tokenizer wraps it
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids`; padding and EOS have none. Raises ValueError for an id outside of the table."""

@@ -399,7 +399,7 @@ def interval(differences):
     return statistics.fmean(differences), half
 
 
-PARITY = {"max_iters": 200, "eval_interval": 0, "prompts_per_step": 32}
+PARITY = {"max_iters": 200, "learning_rate": 4e-4, "eval_interval": 0}  # half the steps at twice the default rate
 
 
 def parity(bench):
