@@ -157,7 +157,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder_or_hub_id, block_size: int | None = None) -> "GPT":
-        """A Qwen3, Qwen2, Llama 3 or SmolLM2 model with float32 weights: see data/pretrained.py, also for the errors."""
+        """A Qwen3, Qwen2, Llama 3 or SmolLM2 model with float32 weights: data/pretrained.py says more."""
         from data import pretrained  # only whoever loads foreign weights needs the safetensors package
 
         folder = pretrained.find_folder(folder_or_hub_id)

@@ -35,7 +35,6 @@ class WordTokenizer:
     """
 
     pad_id, eos_id = 0, 1
-    eos_ids = (1,)  # all that end a row
 
     def __init__(self, name: str, words: list[str]):
         if bad := [w for w in words if not re.fullmatch(r"\S+", w)]:
@@ -47,6 +46,7 @@ class WordTokenizer:
         self.encoding = tiktoken.Encoding(name, pat_str=r" \S+", mergeable_ranks=ranks, special_tokens=special)
         self.known = {f" {word}" for word in words}
         self.vocab_size = len(words) + 2
+        self.eos_ids = [self.eos_id]  # all that end a row
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, words each led by one space. Raises ValueError naming what is not in the vocabulary."""
