@@ -4,6 +4,7 @@
     python train.py --method=naive --out_dir=out-naive   the same run with a learner that sees everything
     python train.py config/x.toml --learning_rate=1e-4   overrides, from left to right
     python train.py --help                               every key with its meaning
+    torchrun --nproc_per_node=2 train.py                 the same job on several processes, one GPU or CPU core each
 
 How to read it: `Config`, then `train`, whose loop has seven numbered steps; everything else here is reading options and
 writing files.
@@ -15,6 +16,7 @@ for one optimiser step (updates_per_rollout splits the rollout, it does not repe
 import contextlib
 import dataclasses
 import difflib
+import functools
 import hashlib
 import importlib
 import inspect
@@ -23,20 +25,27 @@ import math
 import os
 import random
 import re
+import signal
 import sys
 import time
 import tomllib
 import typing
+import zipfile
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
 import losses
 import model as model_file
+from data import pretrained
+from data.tokenizer import ChatTokenizer
 from kv_compress import Rollout, SharedPrompts, check_options, rollout
 from model import GPT, GPTConfig
 
@@ -50,7 +59,8 @@ class Config:
     device: str = "auto"  # auto is cuda where there is one, else cpu
     dtype: str = "float32"  # or bfloat16: autocast over float32 master weights
     compile: bool = False  # torch.compile the learner; on a CPU it takes longer than it brings
-    init_from: str = "scratch"  # scratch (with the warm start), or resume to go on from out_dir/ckpt.pt
+    init_from: str = "scratch"  # scratch (warm start), resume (go on from out_dir/ckpt.pt), or a model folder or hub id
+    tokenizer: str = ""  # model folder or hub id, for tasks in plain text; init_from sets it where it is one
     # task and model
     task: str = "recall"  # a module in data/
     n_layer: int = 2
@@ -83,6 +93,9 @@ class Config:
     clip_high: float = 0.0  # 0: the same as clip
     adv_scale: str = "std"  # std: GRPO's; none: only the mean is subtracted
     reward_coef: float = 1.0  # weight of the reward's advantage
+    shaping_coef: float = (
+        0.0  # weight of the task's partial credit, added to the reward in training; accuracy ignores it
+    )
     # KV compression
     policy: str = "snapkv"  # snapkv | h2o | rkv | streaming | random
     kv_budget: int = 0  # slots per (layer, row, kv head), prompt and response together; 0: as many as needed
@@ -104,12 +117,16 @@ class Config:
     eval_problems: int = 1024
     eval_only: bool = False  # evaluate, print and stop; out_dir is left alone
     save_interval: int = 50  # steps between checkpoints; there is one after the last step too
+    max_bad_steps: int = 10  # so many steps in a row without a finite loss and gradient end the run
+
+
+class Halt(Exception):
+    """A run that cannot go on; the message says why, and what to try."""
 
 
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("float32", "bfloat16"),
-    "init_from": ("scratch", "resume"),
     "method": ("dense", "naive", "bypass", "importance", "sparse_rl", "smd"),
     "importance_mode": ("token", "token_truncated", "sequence"),
     "adv_scale": ("std", "none"),
@@ -119,6 +136,7 @@ CHOICES = {
 CACHE_KEYS = ("kv_budget", "prompt_budget", "policy", "sinks", "recent", "pool", "interval")
 OPD_BASELINES = {"sampled": "none", "mean": "none", "vopd": "value", "vopd_optimal": "optimal"}
 WARM_KEYS = ("warm_iters", "warm_batch_size", "warm_learning_rate")
+RANK, WORLD = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))  # torchrun's
 RESCORED = ("naive", "importance", "sparse_rl")  # their old policy is not the sampler's but the full view's
 
 
@@ -175,6 +193,8 @@ def load_config(argv: list[str]) -> Config:
             given |= {key: parse_value(key, value, arg) for key, value in read_toml(arg).items()}
     config = Config(**given)
     if config.init_from != "resume":
+        if config.init_from != "scratch":
+            config.tokenizer = config.tokenizer or config.init_from
         check_config(config)
         return config
     path = Path(config.out_dir) / "ckpt.pt"
@@ -184,9 +204,9 @@ def load_config(argv: list[str]) -> Config:
     here = {"out_dir": config.out_dir, "init_from": "resume"}  # the folder may have been renamed since
     config = Config(**(checkpoint["config"] | given | here))
     check_config(config)
-    task = load_task(config.task)
+    task = load_task(config.task, config.tokenizer)
     load_model(path, task)  # raises if the vocabulary is another
-    if (shape := dataclasses.asdict(gpt_config(config, task))) != checkpoint["gpt"]:
+    if not config.tokenizer and (shape := dataclasses.asdict(gpt_config(config, task))) != checkpoint["gpt"]:
         other = [key for key in shape if shape[key] != checkpoint["gpt"][key]]
         raise ValueError(f"{other[0]}={shape[other[0]]}: {path} has {checkpoint['gpt'][other[0]]}, so it cannot go on")
     if config.seed != checkpoint["config"]["seed"]:
@@ -195,6 +215,10 @@ def load_config(argv: list[str]) -> Config:
         )
     if checkpoint["step"] >= config.max_iters and not config.eval_only:
         raise ValueError(f"max_iters={config.max_iters}: {path} has done {checkpoint['step']} steps already; give more")
+    changed = {k: (old, getattr(config, k)) for k, old in checkpoint["config"].items() if old != getattr(config, k)}
+    for key, (old, new) in changed.items():
+        if key not in {*here, "eval_only"}:
+            tqdm.write(f"resume: {key}={new!r} from here on, {old!r} before")
     return config
 
 
@@ -206,9 +230,9 @@ def check_config(config: Config) -> None:
     check_options(**{key: getattr(config, key) for key in CACHE_KEYS})
     least = dict.fromkeys(("prompts_per_step", "group_size", "micro_batch_size", "head_chunk"), 1)
     least |= dict.fromkeys(("updates_per_rollout", "max_new_tokens", "max_iters"), 1)
-    least |= dict.fromkeys(("warm_batch_size", "eval_problems", "save_interval"), 1)
+    least |= dict.fromkeys(("warm_batch_size", "eval_problems", "save_interval", "max_bad_steps"), 1)
     least |= dict.fromkeys(("seed", "warm_iters", "eval_interval", "opd_topk", "smd_lambda", "clip_high"), 0)
-    least |= dict.fromkeys(("weight_decay", "reward_coef", "opd_coef"), 0)
+    least |= dict.fromkeys(("weight_decay", "reward_coef", "shaping_coef", "opd_coef"), 0)
     for key, smallest in least.items():
         if not (value := getattr(config, key)) >= smallest:
             raise ValueError(f"{key}={value}: must be at least {smallest}")
@@ -223,8 +247,10 @@ def check_config(config: Config) -> None:
             f"group_size=1 with reward_coef={config.reward_coef}: a group of one has no advantage; "
             "take group_size of at least 2, or reward_coef=0"
         )
-    if (rows := config.prompts_per_step * config.group_size) % config.updates_per_rollout:
-        raise ValueError(f"updates_per_rollout={config.updates_per_rollout}: must divide the {rows} rows of a rollout")
+    if config.prompts_per_step % WORLD:
+        raise ValueError(f"prompts_per_step={config.prompts_per_step}: must divide by the {WORLD} processes")
+    if (rows := config.prompts_per_step // WORLD * config.group_size) % config.updates_per_rollout:
+        raise ValueError(f"updates_per_rollout={config.updates_per_rollout}: must divide a rollout's {rows} rows")
     if (config.opd != "off") != bool(config.teacher):
         raise ValueError(f"opd={config.opd!r} with teacher={config.teacher!r}: distillation needs both, or neither")
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -233,13 +259,16 @@ def check_config(config: Config) -> None:
         folder = Path(getattr(config, key))
         if folder.exists() and not (folder.is_dir() and os.access(folder, os.W_OK)):
             raise ValueError(f"{key}={str(folder)!r}: must be a folder that can be written to, or not be there yet")
-    task = load_task(config.task)
-    response = max(config.max_new_tokens, task.max_response if config.warm_iters else 0)
+    task = load_task(config.task, config.tokenizer)
+    warm = config.warm_iters and config.init_from in ("scratch", "resume") and not config.tokenizer
+    response = max(config.max_new_tokens, task.max_response if warm else 0)
     if task.max_prompt + response > config.block_size:
         raise ValueError(
             f"max_new_tokens={config.max_new_tokens}: prompts of up to {task.max_prompt} tokens and responses (or "
             f"worked solutions) of up to {response} exceed block_size={config.block_size}"
         )
+    if config.shaping_coef and not hasattr(task, "shaping"):
+        raise ValueError(f"shaping_coef={config.shaping_coef}: task {config.task!r} gives no partial credit")
     if config.opd in ("vopd", "topk_kl") and config.opd_topk > task.tokenizer.vocab_size:
         raise ValueError(f"opd_topk={config.opd_topk}: must be at most the vocabulary's {task.tokenizer.vocab_size}")
     gpt_config(config, task)  # raises for a shape that cannot be
@@ -247,7 +276,7 @@ def check_config(config: Config) -> None:
         if "teacher" in read_toml(config.teacher):
             raise ValueError(f"teacher={config.teacher!r}: a teacher is a warm start, so its file can name no teacher")
         teacher = load_config([config.teacher])
-        if vocabulary_digest(load_task(teacher.task)) != vocabulary_digest(task):
+        if vocabulary_digest(load_task(teacher.task, teacher.tokenizer).tokenizer) != vocabulary_digest(task.tokenizer):
             raise ValueError(f"teacher={config.teacher!r}: its vocabulary is not that of task {config.task!r}")
         block_size = teacher.block_size
     elif config.teacher:
@@ -271,42 +300,87 @@ def help_text() -> str:
 # Task, model, files
 
 
-def load_task(name: str):
-    """The module data.NAME. Raises ValueError naming those there are."""
+def load_task(name: str, tokenizer: str = ""):
+    """The module data.NAME; a task in plain text gets the tokenizer of a model folder.
+
+    Raises ValueError naming the tasks there are, or saying that the task and the tokenizer do not go together.
+    """
     here = Path(__file__).parent / "data"
     tasks = sorted(p.stem for p in here.glob("*.py") if "def make_problem(" in p.read_text())
     if name not in tasks:
         raise ValueError(f"task={name!r}: must be one of {', '.join(tasks)}, the tasks in data/")
-    return importlib.import_module(f"data.{name}")
+    module = importlib.import_module(f"data.{name}")
+    if hasattr(module, "tokenizer") == bool(tokenizer):
+        own = "has a vocabulary of its own and goes with init_from=scratch"
+        raise ValueError(f"task={name!r}: {own if tokenizer else 'is in plain text: give init_from=MODEL_FOLDER'}")
+    if not tokenizer:
+        return module
+    # Prompts in plain text have no longest one; those that leave no room for the response are drawn again.
+    return SimpleNamespace(max_prompt=0, max_response=0, **vars(module), tokenizer=ChatTokenizer(tokenizer))
+
+
+def draw_problems(task, rng: random.Random, split: str, n: int, most: int) -> list:
+    """n problems whose prompts have at most `most` tokens. Raises Halt if 100 in a row are longer."""
+    problems, refused = [], 0
+    while len(problems) < n:
+        problem = task.make_problem(rng, split)
+        if len(task.tokenizer.prompt(problem.prompt)) <= most:
+            problems.append(problem)
+            refused = 0
+        elif (refused := refused + 1) == 100:
+            raise Halt(f"{task.__name__}: 100 prompts in a row of more than block_size - max_new_tokens = {most}")
+    return problems
 
 
 def gpt_config(config: Config, task) -> GPTConfig:
+    if config.init_from not in ("scratch", "resume"):
+        return pretrained.read_config(pretrained.find_folder(config.init_from), config.block_size)
     shape = {k: getattr(config, k) for k in ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size")}
     return GPTConfig(vocab_size=task.tokenizer.vocab_size, **shape)
 
 
-def vocabulary_digest(task) -> str:
+@functools.cache
+def vocabulary_digest(tokenizer) -> str:
     """Two models can be compared token by token only if every id means the same text to both."""
-    tokenizer = task.tokenizer
     words = "\0".join(tokenizer.decode([id]) for id in range(tokenizer.vocab_size))
     return hashlib.sha256(words.encode()).hexdigest()
 
 
 def save_checkpoint(path: Path, **state) -> None:
-    """Write tensors and plain types; a reader sees the old file or the new one, never half of one."""
+    """Write tensors and plain types; whenever it is interrupted, `path` is whole, the old file or the new one.
+
+    The file before it stays as NAME_prev.pt. Raises OSError if there is no room; both are then as they were.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # two runs may write one warm start
-    torch.save(state, temporary)
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.is_file():
+            previous = path.with_name(f"{path.stem}_prev.pt")
+            previous.unlink(missing_ok=True)
+            os.link(path, previous)  # a second name, so that `path` itself never goes missing
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as e:  # torch's writer raises the latter when a disk is full
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise OSError(f"{path}: could not be written, what was there before still is ({e})") from None
 
 
 def load_checkpoint(path: str | Path) -> dict:
-    """Raises ValueError if there is no whole checkpoint at `path`."""
+    """Raises ValueError if there is no whole checkpoint at `path`, naming the one before it if there is one."""
+    older = Path(path).with_name(f"{Path(path).stem}_prev.pt")
+    hint = f"; the one before it is {older}: rename it to go on from there" if older.is_file() else ""
     if not Path(path).is_file():
-        raise ValueError(f"{path}: there is no such checkpoint")
+        raise ValueError(f"{path}: there is no such checkpoint{hint}")
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
+            if broken := archive.testzip():
+                raise ValueError(broken)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:  # a damaged file can fail anywhere in the reader
-        raise ValueError(f"{path}: not a whole checkpoint ({type(e).__name__})") from None
+        raise ValueError(f"{path}: not a whole checkpoint ({type(e).__name__}){hint}") from None
     if not isinstance(state, dict) or not {"model", "gpt", "vocabulary"} <= state.keys():
         raise ValueError(f"{path}: not a checkpoint of this project")
     return state
@@ -315,7 +389,7 @@ def load_checkpoint(path: str | Path) -> dict:
 def load_model(path: str | Path, task) -> GPT:
     """The model of a checkpoint. Raises ValueError if its vocabulary is not the task's."""
     state = load_checkpoint(path)
-    if state["vocabulary"] != vocabulary_digest(task):
+    if state["vocabulary"] != vocabulary_digest(task.tokenizer):
         raise ValueError(f"{path}: its vocabulary is not that of task {task.__name__.removeprefix('data.')!r}")
     model = GPT(GPTConfig(**state["gpt"]))
     model.load_state_dict(state["model"])
@@ -326,10 +400,17 @@ def load_teacher(config: Config, task, device: torch.device) -> GPT:
     """The frozen model of a checkpoint, or the warm start that a .toml describes."""
     if config.teacher.endswith(".toml"):
         teacher_config = dataclasses.replace(load_config([config.teacher]), warm_dir=config.warm_dir)
-        teacher = warm_start(teacher_config, load_task(teacher_config.task), device)
+        teacher = first_model(teacher_config, load_task(teacher_config.task, teacher_config.tokenizer), device)
     else:
         teacher = load_model(config.teacher, task).to(device)
     return teacher.requires_grad_(False)
+
+
+def first_model(config: Config, task, device: torch.device) -> GPT:
+    """What a run starts from: a warm start, or the pretrained weights of init_from."""
+    if config.init_from == "scratch":
+        return warm_start(config, task, device)
+    return GPT.from_pretrained(config.init_from, block_size=config.block_size).to(device)
 
 
 def warm_start(config: Config, task, device: torch.device) -> GPT:
@@ -359,7 +440,9 @@ def warm_start(config: Config, task, device: torch.device) -> GPT:
         optimizer.step()
         if it % 100 == 0 or it + 1 == config.warm_iters:
             tqdm.write(f"warm start {it:4d}  loss {loss.item():.3f}")
-    save_checkpoint(path, model=model.state_dict(), gpt=dataclasses.asdict(gpt), vocabulary=vocabulary_digest(task))
+    save_checkpoint(
+        path, model=model.state_dict(), gpt=dataclasses.asdict(gpt), vocabulary=vocabulary_digest(task.tokenizer)
+    )
     return model
 
 
@@ -377,13 +460,15 @@ def solved_batch(task, rng: random.Random, n: int) -> tuple[Tensor, Tensor]:
     return tokens, mask
 
 
-def rewards_of(task, problems, roll: Rollout) -> Tensor:
-    """The verifier's reward (B,) of each row; row b answers problem b // G."""
+def rewards_of(task, problems, roll: Rollout, shaping_coef: float = 0.0) -> Tensor:
+    """The verifier's reward (B,) of each row, with partial credit where it is not 1; row b answers problem b // G."""
     G = len(roll.tokens) // len(problems)
     starts, ends, rewards = roll.prompt_len.tolist(), roll.length.tolist(), []
     for b, row in enumerate(roll.tokens.tolist()):
         response = task.tokenizer.decode(row[starts[b] : ends[b]])
         reward = task.reward(problems[b // G], response)
+        if shaping_coef and reward != 1:
+            reward += shaping_coef * task.shaping(problems[b // G], response)
         if not isinstance(reward, int | float) or not math.isfinite(reward):
             raise ValueError(f"{task.__name__}.reward gave {reward!r} for {response!r}: it must be a finite number")
         rewards.append(float(reward))
@@ -396,8 +481,8 @@ def grade(model: GPT, task, problems, config: Config, autocast, **cache_options)
     right = []
     for i in range(0, len(problems), 256):
         batch = problems[i : i + 256]
-        prompts = [task.tokenizer.encode(problem.prompt) for problem in batch]
-        how = {"eos_ids": [task.tokenizer.eos_id], "temperature": 0, "generator": generator}
+        prompts = [task.tokenizer.prompt(problem.prompt) for problem in batch]
+        how = {"eos_ids": task.tokenizer.eos_ids, "temperature": 0, "generator": generator}
         with autocast:
             roll = rollout(model, prompts, 1, config.max_new_tokens, **how, **cache_options)
         right.append(rewards_of(task, batch, roll) == 1)
@@ -407,7 +492,8 @@ def grade(model: GPT, task, problems, config: Config, autocast, **cache_options)
 def evaluate(model: GPT, task, config: Config, autocast) -> dict[str, float]:
     """Greedy accuracy on the same eval_problems for every run, decoding with the dense and the compressed cache."""
     rng = random.Random("eval")
-    problems = [task.make_problem(rng, "eval") for _ in range(config.eval_problems)]
+    most = config.block_size - config.max_new_tokens
+    problems = draw_problems(task, rng, "eval", config.eval_problems, most)
     views = {"dense": {}, "compressed": {key: getattr(config, key) for key in CACHE_KEYS}}
     return {
         name: grade(model, task, problems, config, autocast, **cache).float().mean().item()
@@ -449,29 +535,50 @@ def draw_curves(out_dir: Path) -> None:
 # The loop
 
 
-def train(config: Config) -> dict:
-    """Run a checked `config`; writes out_dir/{log.jsonl, summary.json, curves.png, ckpt.pt}, returns the summary."""
+def over_ranks(values: dict[str, float], device: torch.device, largest: bool = False) -> dict[str, float]:
+    """Each value added up over all processes, or the largest of them."""
+    if WORLD == 1:
+        return values
+    packed = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(packed, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+    return dict(zip(values, packed.tolist(), strict=True))
+
+
+def train(config: Config, stop: list | None = None) -> dict:
+    """Run a checked `config`; writes out_dir/{log.jsonl, summary.json, curves.png, ckpt.pt}, returns the summary.
+
+    When `stop` is no longer empty, the step in flight is finished and saved, and that is the end. Under torchrun every
+    process samples its share of the prompts and the gradients are added up; process 0 evaluates and writes.
+    """
     use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda" if use_cuda else "cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
+    if WORLD > 1 and not dist.is_initialized():  # the others wait for process 0's evaluations: that is no failure
+        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=2))
+        if use_cuda:
+            torch.cuda.set_device(device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
-    task, out_dir = load_task(config.task), Path(config.out_dir)
+    task, out_dir = load_task(config.task, config.tokenizer), Path(config.out_dir)
     tok, tau = task.tokenizer, config.temperature
     masked = config.method == "smd"  # the student's view: what the sampler saw, or everything
     cache_options = {} if config.method == "dense" else {key: getattr(config, key) for key in CACHE_KEYS}
     rng = random.Random(f"problems {config.seed}")
-    generator = torch.Generator(device).manual_seed(config.seed)  # sampling, random eviction, the order of rows
+    generator = torch.Generator(device).manual_seed(config.seed + RANK)  # sampling, random eviction, the order of rows
     resumed = load_checkpoint(out_dir / "ckpt.pt") if config.init_from == "resume" else None
-    start_time = time.time()
+    start_time, stop = time.time(), [] if stop is None else stop
 
-    model = load_model(out_dir / "ckpt.pt", task).to(device) if resumed else warm_start(config, task, device)
-    teacher = load_teacher(config, task, device) if config.teacher else None
+    for turn in range(2):  # process 0 first: it may have to make the warm start that the others then read
+        if turn == min(RANK, 1):
+            model = load_model(out_dir / "ckpt.pt", task).to(device) if resumed else first_model(config, task, device)
+            teacher = load_teacher(config, task, device) if config.teacher else None
+        if WORLD > 1:
+            dist.barrier()
     model.recompute = config.recompute
     learner = torch.compile(model.hidden, dynamic=True) if config.compile else model.hidden
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
     )
     summary = {"config": vars(config), "seed": config.seed, "parameters": sum(p.numel() for p in model.parameters())}
-    summary |= {"gap_max": 0.0, "skipped_steps": 0, "seconds": 0.0}
+    summary |= {"gap_max": 0.0, "skipped_steps": 0, "bad_steps_in_a_row": 0, "seconds": 0.0}
     first_step = 0
     if resumed:
         optimizer.load_state_dict(resumed["optimizer"])
@@ -479,8 +586,12 @@ def train(config: Config) -> dict:
             group["lr"], group["weight_decay"] = config.learning_rate, config.weight_decay
         version, internal, gauss = resumed["rng"]
         rng.setstate((version, tuple(internal), gauss))
-        generator.set_state(resumed["generator"])
-        first_step = resumed["step"]
+        first_step, states = resumed["step"], resumed["generators"]  # a row a process
+        if states.shape == (WORLD, len(generator.get_state())):
+            generator.set_state(states[RANK].clone())  # a view would be read from the first row on
+        else:  # the state of another kind of device, or of other ranks, says nothing here
+            generator.manual_seed(config.seed + RANK + 1000 * first_step)
+            tqdm.write("resume: other devices or another number of them: sampling goes on from a new seed")
         summary |= resumed["summary"] | {"config": vars(config)}
     seconds_before = summary["seconds"]
 
@@ -490,10 +601,16 @@ def train(config: Config) -> dict:
         return accuracy
 
     def save(step: int) -> None:
+        states = [generator.get_state().to(device)] * WORLD  # (bytes,) each, made equal here and filled below
+        if WORLD > 1:
+            states = [torch.empty_like(states[0]) for _ in states]
+            dist.all_gather(states, generator.get_state().to(device))
+        if RANK > 0:
+            return
         summary["seconds"] = seconds_before + time.time() - start_time
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "rng": rng.getstate()}
-        state |= {"generator": generator.get_state(), "config": vars(config), "summary": summary}
-        state |= {"gpt": dataclasses.asdict(model.config), "vocabulary": vocabulary_digest(task)}
+        state |= {"generators": torch.stack(states).cpu(), "config": vars(config), "summary": summary}
+        state |= {"gpt": dataclasses.asdict(model.config), "vocabulary": vocabulary_digest(tok)}
         save_checkpoint(out_dir / "ckpt.pt", **state)
 
     def hidden_of(body, batch: Rollout, masked: bool) -> Tensor:
@@ -515,25 +632,26 @@ def train(config: Config) -> dict:
     if config.eval_only:
         return summary | {"eval": {"only": run_eval("only")}}
     if not resumed:
-        summary["eval"] = {"before": run_eval("before")}
+        summary["eval"] = {"before": run_eval("before")} if RANK == 0 else {}
     log_path = out_dir / "log.jsonl"
     kept_rows = []
     if resumed and log_path.is_file():  # a kill can leave rows after the checkpoint, and half of one
         lines = [line for line in log_path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         kept_rows = [line for line in lines if json.loads(line)["step"] < first_step]
 
-    for step in tqdm(range(first_step, config.max_iters), desc="GRPO", disable=None):
+    for step in tqdm(range(first_step, config.max_iters), desc="GRPO", disable=None if RANK == 0 else True):
         clock = [time.perf_counter()]
 
         # 1. Roll out: G samples of each prompt, with what each query saw on record.
-        problems = [task.make_problem(rng, "train") for _ in range(config.prompts_per_step)]
+        most = config.block_size - config.max_new_tokens
+        problems = draw_problems(task, rng, "train", config.prompts_per_step, most)[RANK::WORLD]
         with autocast:
             roll = rollout(
                 model,
-                [tok.encode(problem.prompt) for problem in problems],
+                [tok.prompt(problem.prompt) for problem in problems],
                 config.group_size,
                 config.max_new_tokens,
-                eos_ids=[tok.eos_id],
+                eos_ids=tok.eos_ids,
                 temperature=tau,
                 generator=generator,
                 **cache_options,
@@ -543,16 +661,20 @@ def train(config: Config) -> dict:
         clock.append(time.perf_counter())
 
         # 2. Reward, and 3. advantage: how much better than the other samples of the same prompt.
-        rewards = rewards_of(task, problems, roll).to(device)  # (B,)
+        rewards = rewards_of(task, problems, roll, config.shaping_coef).to(device)  # (B,)
         advantages = config.reward_coef * losses.group_advantages(rewards, config.group_size, config.adv_scale)
         advantages = advantages[:, None].expand(B, T - 1)  # (B, T-1)
 
+        # What is reported of a step: sums over tokens and rows, and largest values, of all processes together.
+        sums = {"tokens": mask.sum().item(), "rows": B, "reward": rewards.sum().item()}
+        sums |= {"finished": roll.finished.sum().item(), "stop": len(stop), "gap_sum": 0.0, "loss": 0.0}
+        peaks = {"gap_max": 0.0, "ratio_max": 0.0, "grad_norm": 0.0}
+
         # 4. Score the rollout before the weights move: the full view's old policy, the teacher's opinion.
-        row = {"step": step, "reward": rewards.mean().item(), "completion_len": mask.sum().item() / B}
         old_logp, weights = sampler_logp, None
         if config.method in RESCORED or teacher:
             student_logp, opd_advantages = torch.zeros(2, B, T - 1, device=device)  # (B, T-1) each
-            kl_sum = 0.0
+            sums["opd_kl"] = 0.0
             for rows in torch.arange(B, device=device).split(config.micro_batch_size):
                 with torch.no_grad():
                     batch = roll.select(rows)
@@ -566,7 +688,7 @@ def train(config: Config) -> dict:
                         logp.append(losses.token_logprobs(student, targets, tau))
                         if teacher:
                             tutor = logits_of(teacher, hidden[1])  # (c, V)
-                            kl_sum += losses.reverse_kl(student, tutor, temperature=tau).sum().item()
+                            sums["opd_kl"] += losses.reverse_kl(student, tutor, temperature=tau).sum().item()
                             how = {"baseline": OPD_BASELINES.get(config.opd, "none"), "k": config.opd_topk}
                             one_row = student[None], tutor[None], targets[None]
                             opd.append(losses.opd_advantages(*one_row, **how, temperature=tau)[0])
@@ -577,35 +699,36 @@ def train(config: Config) -> dict:
             if config.method in RESCORED:
                 old_logp = student_logp
                 gap = (old_logp - sampler_logp).abs()[mask]
-                row |= {"gap_max": gap.max().item(), "gap_mean": gap.mean().item()}
+                peaks["gap_max"], sums["gap_sum"] = gap.max().item(), gap.sum().item()
             if config.method in ("importance", "sparse_rl"):
                 mode = "sparse_rl" if config.method == "sparse_rl" else config.importance_mode
                 weights, w = losses.importance_weights(old_logp, sampler_logp, mask, mode)  # (B, T-1)
-                w = {name: value.item() for name, value in w.items()}
-                weight_mean = w["weight_sum"] / max(w["weight_count"], 1)
-                row |= {"weight_mean": weight_mean, "weight_max": w["weight_max"], "vetoed": w["vetoed"] / w["rows"]}
-                row["ess"] = w["seq_sum"] ** 2 / w["seq_sq_sum"] / w["rows"]
+                peaks["weight_max"] = w.pop("weight_max").item()
+                del w["rows"]
+                sums |= {name: value.item() for name, value in w.items()}
             if teacher:
                 if config.opd == "mean":
                     r = opd_advantages
-                    opd_advantages = (r - losses.other_rows_mean(r, mask, r.sum(), mask.sum())) * mask
+                    total = over_ranks({"r": r.sum().item(), "tokens": mask.sum().item()}, device)
+                    mean = losses.other_rows_mean(r, mask, total["r"], total["tokens"])  # (B, 1)
+                    opd_advantages = (r - mean) * mask
                 advantages = advantages + config.opd_coef * opd_advantages
-                row |= {
-                    "opd_kl": kl_sum / mask.sum().item(),
-                    "opd_adv_std": opd_advantages[mask].std(correction=0).item(),
-                }
+                sums |= {"opd_adv": opd_advantages.sum().item(), "opd_adv_sq": opd_advantages.square().sum().item()}
 
         # 5. Loss: micro-batches add up under one normaliser, the response tokens of the optimiser step.
         clock.append(time.perf_counter())
-        totals, ratio_max, grad_norms = {}, 0.0, []
         order = torch.arange(B, device=device)
         if config.updates_per_rollout > 1:
             order = torch.randperm(B, generator=generator, device=device)
         for update, update_rows in enumerate(order.chunk(config.updates_per_rollout)):
-            normalizer = mask[update_rows].sum()
-            if config.method == "sparse_rl":  # their mean over the unvetoed tokens of the optimiser step becomes 1
+            share = {"tokens": mask[update_rows].sum().item(), "live": 1.0, "live_sum": 1.0}
+            if weights is not None:
                 live = weights[update_rows]  # (b, T-1)
-                weights[update_rows] = live * (live > 0).sum() / live.sum().clamp(min=1e-12)
+                share |= {"live": (live > 0).sum().item(), "live_sum": live.sum().item()}
+            share = over_ranks(share, device)
+            normalizer = share["tokens"]
+            if config.method == "sparse_rl":  # their mean over the unvetoed tokens of the optimiser step becomes 1
+                weights[update_rows] = live * (share["live"] / max(share["live_sum"], 1e-12))
             optimizer.zero_grad(set_to_none=True)
             for rows in update_rows.split(config.micro_batch_size):
                 batch = roll.select(rows)
@@ -641,66 +764,104 @@ def train(config: Config) -> dict:
                         loss = loss + config.opd_coef * kl / normalizer
                     loss.backward()
                     with torch.no_grad():
-                        stats["entropy"] = losses.entropy(logits, tau).sum()
-                    ratio_max = max(ratio_max, stats.pop("ratio_max").item())
-                    gap_max = stats.pop("gap_max").item()
+                        stats |= {"entropy": losses.entropy(logits, tau).sum(), "loss": loss.detach()}
+                    stats = {name: value.item() for name, value in stats.items()}
+                    peaks["ratio_max"] = max(peaks["ratio_max"], stats.pop("ratio_max"))
+                    gap_max, gap_sum = stats.pop("gap_max"), stats.pop("gap_sum")
                     if update == 0 and config.method not in RESCORED:  # the learner is still the one that sampled
-                        row["gap_max"] = max(row.get("gap_max", 0.0), gap_max)
-                        row["gap_mean"] = row.get("gap_mean", 0.0) + (stats["gap_sum"] / normalizer).item()
+                        peaks["gap_max"] = max(peaks["gap_max"], gap_max)
+                        sums["gap_sum"] += gap_sum
                     for name, value in stats.items():
-                        totals[name] = totals.get(name, 0.0) + value.item()
+                        sums[name] = sums.get(name, 0.0) + value
                 for x, leaf in zip(views, leaves, strict=True):
                     if x.requires_grad:
                         x.backward(leaf.grad)
+            if WORLD > 1:
+                for p in model.parameters():
+                    dist.all_reduce(p.grad)
 
             exact = config.method in ("dense", "smd") and config.dtype == "float32"
             tolerance = 1e-4 * max(1, 1 / tau)  # logits are divided by tau, and their rounding with them
-            if step == 0 and update == 0 and exact and row["gap_max"] > tolerance:
-                raise RuntimeError(
-                    f"the learner scores the sampler's tokens {row['gap_max']:.2e} nats off before any update, "
+            if step == 0 and update == 0 and exact and peaks["gap_max"] > tolerance:
+                raise Halt(
+                    f"the learner scores the sampler's tokens {peaks['gap_max']:.2e} nats off before any update, "
                     f"{tolerance} is allowed: positions, temperature, mask or shift of the two sides differ"
                 )
 
             # 6. Step, unless something is not finite, or every sequence was vetoed (Adam's momentum would still move).
-            grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip).item())
-            vetoed = weights is not None and not weights[update_rows].any() and config.opd not in ("full", "topk_kl")
-            if vetoed or not math.isfinite(grad_norms[-1]):
-                summary["skipped_steps"] += 1
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip).item()
+            peaks["grad_norm"] = max(peaks["grad_norm"], grad_norm)
+            why = None
+            if not math.isfinite(grad_norm):  # the gradients were added up: it is the same on every process
+                why = "the gradient is not finite"
+            elif share["live"] == 0 and config.opd not in ("full", "topk_kl"):
+                why = "every sequence was vetoed"
             else:
                 optimizer.step()
+            summary["skipped_steps"] += why is not None
+            summary["bad_steps_in_a_row"] = summary["bad_steps_in_a_row"] + 1 if not math.isfinite(grad_norm) else 0
+            if summary["bad_steps_in_a_row"] >= config.max_bad_steps:
+                raise Halt(
+                    f"step {step}: {config.max_bad_steps} updates in a row had a gradient that is not finite. None of "
+                    f"them was taken; {out_dir / 'ckpt.pt'}, if it is there, is from before. Try a lower learning_rate "
+                    "or grad_clip, or dtype=float32"
+                )
 
         # 7. One row for the file, one line for the eye.
         clock.append(time.perf_counter())
-        tokens = mask.sum().item()
-        row |= {"ratio_max": ratio_max, "clip_frac": totals["clipped"] / tokens, "grad_norm": max(grad_norms)}
-        row |= {"grad_var_adam": adam_variance(optimizer), "kd": totals.get("kd", 0.0) / tokens}
-        row |= {"push_down": totals["push_down"] / tokens, "entropy": totals["entropy"] / tokens}
-        row |= {"finished": roll.finished.float().mean().item()}
-        row |= {"kv_bytes": roll.kv_bytes, "kv_bytes_dense": roll.kv_bytes_dense, "policy_bytes": roll.policy_bytes}
+        sums |= {"kv_bytes": roll.kv_bytes, "kv_bytes_dense": roll.kv_bytes_dense, "policy_bytes": roll.policy_bytes}
+        sums, peaks = over_ranks(sums, device), over_ranks(peaks, device, largest=True)
+        tokens, n = sums["tokens"], sums["rows"]
+        row = {
+            "step": step,
+            "reward": sums["reward"] / n,
+            "completion_len": tokens / n,
+            "gap_mean": sums["gap_sum"] / tokens,
+        }
+        row |= peaks | {name: int(sums[name]) for name in ("kv_bytes", "kv_bytes_dense", "policy_bytes")}
+        if weights is not None:
+            row |= {"weight_mean": sums["weight_sum"] / max(sums["weight_count"], 1), "vetoed": sums["vetoed"] / n}
+            row["ess"] = sums["seq_sum"] ** 2 / sums["seq_sq_sum"] / n
+        if teacher:
+            mean = sums["opd_adv"] / tokens
+            row |= {
+                "opd_kl": sums["opd_kl"] / tokens,
+                "opd_adv_std": max(sums["opd_adv_sq"] / tokens - mean**2, 0) ** 0.5,
+            }
+        row |= {"clip_frac": sums["clipped"] / tokens, "grad_var_adam": adam_variance(optimizer), "loss": sums["loss"]}
+        row |= {"kd": sums.get("kd", 0.0) / tokens, "push_down": sums["push_down"] / tokens}
+        row |= {"entropy": sums["entropy"] / tokens, "finished": sums["finished"] / n}
+        row |= {"skipped": why} if why else {}
         row |= {"rollout_tok_s": tokens / (clock[1] - clock[0]), "learn_tok_s": tokens / (clock[-1] - clock[1])}
         row["seconds"] = clock[-1] - clock[0]
         summary["gap_max"] = max(summary["gap_max"], row["gap_max"])
-        summary["kv_bytes"], summary["kv_bytes_dense"] = roll.kv_bytes, roll.kv_bytes_dense
+        summary["kv_bytes"], summary["kv_bytes_dense"] = row["kv_bytes"], row["kv_bytes_dense"]
         done = step + 1
-        if done == config.max_iters or (config.eval_interval and done % config.eval_interval == 0):
-            row["eval"] = summary["eval"]["after"] = run_eval(f"after step {done}")
-        if step == first_step:  # a whole step has worked: only now does an older run in out_dir give way
-            log_path.write_text("".join(kept_rows))
-            for name in ("ckpt.pt", "summary.json", "curves.png") if not resumed else ():
-                (out_dir / name).unlink(missing_ok=True)
-        with log_path.open("a") as log:
-            log.write(json.dumps(row) + "\n")
-        if done == config.max_iters or done % config.save_interval == 0:
+        last = done == config.max_iters or sums["stop"] > 0
+        if RANK == 0:
+            if done == config.max_iters or (config.eval_interval and done % config.eval_interval == 0):
+                row["eval"] = summary["eval"]["after"] = run_eval(f"after step {done}")
+            if step == first_step:  # a whole step has worked: only now does an older run in out_dir give way
+                log_path.write_text("".join(kept_rows))
+                for name in ("ckpt.pt", "ckpt_prev.pt", "summary.json", "curves.png") if not resumed else ():
+                    (out_dir / name).unlink(missing_ok=True)
+            with log_path.open("a") as log:
+                log.write(json.dumps(row) + "\n")
+            tqdm.write(
+                f"step {step:4d}  reward {row['reward']:.3f}  len {row['completion_len']:.1f}  "
+                f"gap {row['gap_max']:.1e}  ratio {row['ratio_max']:.2f}  clip {row['clip_frac']:.3f}  "
+                f"|g| {row['grad_norm']:.2f}  kv {row['kv_bytes'] / row['kv_bytes_dense']:.0%}  "
+                f"tok/s {row['rollout_tok_s']:.0f}/{row['learn_tok_s']:.0f}" + (f"  skipped: {why}" if why else "")
+            )
+        if last or done % config.save_interval == 0:
             save(done)
-        tqdm.write(
-            f"step {step:4d}  reward {row['reward']:.3f}  len {row['completion_len']:.1f}  gap {row['gap_max']:.1e}  "
-            f"ratio {ratio_max:.2f}  clip {row['clip_frac']:.3f}  |g| {row['grad_norm']:.2f}  "
-            f"kv {roll.kv_bytes / roll.kv_bytes_dense:.0%}  tok/s {row['rollout_tok_s']:.0f}/{row['learn_tok_s']:.0f}"
-        )
+        if last:
+            break
 
-    summary["seconds"] = seconds_before + time.time() - start_time
-    (out_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    draw_curves(out_dir)
+    if RANK == 0:
+        summary["seconds"] = seconds_before + time.time() - start_time
+        (out_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        draw_curves(out_dir)
     return summary
 
 
@@ -708,13 +869,27 @@ def main(argv: list[str]) -> None:
     if "--help" in argv or "-h" in argv:
         print(help_text())
         return
+    stop = []
+
+    def finish(number: int, _) -> None:
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        tqdm.write("stopping after this step; once more stops at once")
+
     try:
         config = load_config(argv)
         for folder in (config.warm_dir,) if config.eval_only else (config.out_dir, config.warm_dir):
             Path(folder).mkdir(parents=True, exist_ok=True)  # now, not after minutes of work
     except (ValueError, OSError) as e:
         sys.exit(f"error: {e}")
-    train(config)
+    before = {number: signal.signal(number, finish) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        train(config, stop)
+    except (Halt, OSError) as e:  # anything else is a fault of the code, whose traceback is wanted
+        sys.exit(f"error: {e}")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

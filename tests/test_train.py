@@ -60,7 +60,7 @@ BAD = [
     ("--smd_lambda=nan", "must be a finite number"),
     ("--pool=2", "must be odd"),
     ("--n_head=3", "multiple of n_kv_head"),
-    ("--updates_per_rollout=3", "must divide the 256 rows"),
+    ("--updates_per_rollout=3", "must divide a rollout's 256 rows"),
     ("--opd=vopd", "needs both"),
     ("nowhere.toml", "no such configuration file"),
     ("bad.toml", "no key 'polcy'; the closest is 'policy'"),
@@ -236,7 +236,10 @@ def test_what_a_resume_refuses_and_evaluation_alone(run, tmp_path, capsys):
             main([*resume, *options])
     capsys.readouterr()
     main([*resume, "--eval_only=true", "--kv_budget=7"])
-    assert re.fullmatch(r"eval only: dense [\d.]+, compressed [\d.]+\n", capsys.readouterr().out)
+    assert re.fullmatch(
+        r"resume: kv_budget=7 from here on, 0 before\neval only: dense [\d.]+, compressed [\d.]+\n",
+        capsys.readouterr().out,
+    )
     assert files == {p: p.read_bytes() for p in (tmp_path / "a").iterdir()}
 
 
@@ -292,5 +295,5 @@ def test_a_broken_replay_is_caught_at_the_first_step(run, monkeypatch):
     shifted = train.Rollout.select
     monkeypatch.setattr(train.Rollout, "select", lambda roll, rows: dataclasses.replace(
         shifted(roll, rows), evicted_at=shifted(roll, rows).evicted_at.roll(1, dims=-1)))  # fmt: skip
-    with pytest.raises(RuntimeError, match="before any update"):
+    with pytest.raises(SystemExit, match="before any update"):
         run("broken")
