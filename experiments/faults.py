@@ -4,8 +4,8 @@
     python -m experiments.faults --kills=3  fewer; what the tests run
 
 Every job is `train.py` itself in a process of its own, tiny, with a checkpoint after every step (so that many kills
-fall into a save) and policy=random (so that every generator counts). A killed run is resumed until it is through, and must
-then be bit for bit the run that nobody touched.
+fall into a save) and policy=random (so that every generator counts). A killed run is resumed until it is through, and
+must then be bit for bit the run that nobody touched.
 """
 
 import json
