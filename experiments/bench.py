@@ -1,15 +1,19 @@
-"""Tables about the attention kernels, as markdown.
+"""Tables about the attention kernels and the loss, as markdown.
 
     python -m experiments.bench attention [--json]   time and memory of shadow attention and of its alternatives
     python -m experiments.bench tiles                the share of tiles that lifetime order leaves to visit
     python -m experiments.bench compile              registers, spills and shared memory, no GPU needed
+    python -m experiments.bench loss                 memory and time of a step's losses at a vocabulary of 151,936
 
 `tiles` and `compile` also write their table to experiments/results/.
 """
 
 import argparse
+import concurrent.futures
+import dataclasses
 import itertools
 import json
+import multiprocessing
 import random
 import re
 import statistics
@@ -18,12 +22,15 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
 import kernels
-from data import recall
+import train
+from data import Problem, WordTokenizer, recall
+from experiments import memory
 from kernels import NEVER, shadow_attention, visible, visited_tiles
 from kv_compress import POLICIES, rollout
 from model import GPT, GPTConfig
@@ -317,17 +324,67 @@ def compile_table():
     report(rows, "compile", title)
 
 
+# ---- the loss at a large vocabulary ----------------------------------------------------------------------------------
+
+
+def loss_cost(opd: str, head_chunk: int, vocabulary: int = 151_936, prompts: int = 128) -> dict:
+    """One step of train.py on 64 tokens a prompt, 8,192 in all, with a body so small that the head is everything.
+
+    The peak is that of the process after the rollout, over what it held then, in MB.
+    """
+    tokenizer = WordTokenizer("numbers", [str(i) for i in range(vocabulary - 2)])
+    task = SimpleNamespace(tokenizer=tokenizer, max_prompt=1, max_response=8, __name__="numbers", __file__=__file__)
+    task.make_problem = lambda rng, split: Problem(" 0", " 0", "0")
+    task.reward = lambda problem, response: float(len(response) % 2)
+    held, plain = [], train.rollout
+
+    def then_reset(*args, **options):
+        out = plain(*args, **options)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak so far becomes what is held now
+        held.append(memory.peak_mb())
+        return out
+
+    train.load_task, train.rollout, train.evaluate = lambda *_: task, then_reset, lambda *_: {}
+    train.load_teacher = lambda *_: GPT(train.gpt_config(config, task), torch.Generator().manual_seed(2))
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        config = train.Config(out_dir=folder, warm_dir=folder, warm_iters=0, max_iters=1, n_layer=1, opd=opd)
+        config = dataclasses.replace(config, prompts_per_step=prompts, max_new_tokens=8, method="dense", teacher="x")
+        config = dataclasses.replace(config, head_chunk=head_chunk, eval_problems=1, device="cpu")
+        train.train(config)
+        row = json.loads((Path(folder) / "log.jsonl").read_text())
+    seconds = row["seconds"] - row["completion_len"] * prompts * config.group_size / row["rollout_tok_s"]
+    return {
+        "opd": opd,
+        "head_chunk": head_chunk,
+        "peak MB": round(memory.peak_mb() - held[0]),
+        "seconds": round(seconds),
+    }
+
+
+def loss_table():
+    """Print the cost of the losses for three estimators, and for the dearest in smaller chunks; a process each."""
+    rows = []
+    for case in (("sampled", 1024), ("vopd", 1024), ("full", 1024), ("full", 256)):
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            rows.append(pool.submit(loss_cost, *case).result())
+    print(markdown(rows))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("attention").add_argument("--json", action="store_true", help="one JSON row per case")
     commands.add_parser("tiles")
     commands.add_parser("compile")
+    commands.add_parser("loss")
     arguments = parser.parse_args()
     if arguments.command == "attention":
         attention(arguments.json)
     elif arguments.command == "tiles":
         tiles()
+    elif arguments.command == "loss":
+        loss_table()
     else:
         compile_table()
 
