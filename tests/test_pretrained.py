@@ -276,10 +276,10 @@ def test_smollm2_logits_and_greedy_tokens_are_those_of_transformers():
 def test_smollm2_replays_what_the_sampler_saw(policy):
     model, tok, rng = GPT.from_pretrained(SMOLLM2, block_size=512), ChatTokenizer(SMOLLM2), random.Random(0)
     words = " ".join(TEXTS).split()
-    prompts = [tok.prompt(" ".join(rng.choices(words, k=n)))[:most] for n, most in ((60, 100), (150, 173), (300, 300))]
+    prompts = [tok.prompt(" ".join(rng.choices(words, k=n)))[:most] for n, most in ((120, 100), (200, 173), (300, 300))]
     assert min(map(len, prompts)) == 100 and max(map(len, prompts)) == 300
     options = dict(kv_budget=64, policy=policy, generator=torch.Generator().manual_seed(0))
-    roll = rollout(model, prompts, 1, 48, eos_ids=tok.eos_ids, temperature=1.0, **options)
+    roll = rollout(model, prompts, 1, 48, eos_ids=[], **options)
     mask, targets = roll.response_mask[:, 1:], roll.tokens[:, 1:]
     gaps = {}
     with torch.no_grad():
