@@ -460,13 +460,15 @@ def rollout(
     eos_ids: list[int],
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
+    on_token: Callable[[Tensor], None] | None = None,
     **cache_options,
 ) -> Rollout:
     """Sample group_size responses to each prompt with a (compressed) cache, and record what each query saw.
 
     prompts: N lists of token ids, of any lengths. eos_ids: each of them ends a row. temperature divides the logits;
-    0 is greedy decoding, whose logp is that at temperature 1. generator: on the model's device. cache_options:
-    kv_budget, prompt_budget, policy, sinks, recent, pool, interval of KVCache; the default is the dense cache.
+    0 is greedy decoding, whose logp is that at temperature 1. generator: on the model's device. on_token: called
+    with the tokens (B,) of each step as they are drawn, 0 in rows that have ended. cache_options: kv_budget,
+    prompt_budget, policy, sinks, recent, pool, interval of KVCache; the default is the dense cache.
     Raises ValueError naming the value and what is allowed: an empty prompt, a prompt that leaves no room in
     model.config.block_size for max_new_tokens, an id outside of the vocabulary, a temperature below 0, or a bad
     cache option.
@@ -514,6 +516,8 @@ def rollout(
         tokens[rows, prompt_len + step] = token
         logp[rows, prompt_len + step] = all_logp.gather(1, token[:, None]).squeeze(1).float() * cache.active
         length += cache.active
+        if on_token is not None:
+            on_token(token)
         cache.active &= ~torch.isin(token, eos)
         if step + 1 == max_new_tokens or not cache.active.any():
             break  # the last sampled token is never fed, so it evicts nothing

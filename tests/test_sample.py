@@ -1,0 +1,126 @@
+"""sample.py from a run's folder and from a model folder: what it prints, streams and marks; errors of one line."""
+
+import dataclasses
+import io
+import json
+import sys
+
+import pytest
+import torch
+
+import sample
+from data import recall
+from kv_compress import rollout
+from model import GPT, GPTConfig
+from train import save_checkpoint, vocabulary_digest
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run's folder: a random model of the recall task."""
+    vocabulary = dict(vocab_size=recall.tokenizer.vocab_size, block_size=80)
+    model = GPT(GPTConfig(**vocabulary), torch.Generator().manual_seed(0))
+    state = dict(model=model.state_dict(), gpt=dataclasses.asdict(model.config))
+    state["vocabulary"] = vocabulary_digest(recall.tokenizer)
+    save_checkpoint(tmp_path / "ckpt.pt", **state, config={"task": "recall"})
+    save_checkpoint(tmp_path / "warm.pt", **state)
+    return tmp_path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model folder: a random Llama whose tokens are the bytes, with ChatML's control tokens."""
+    from data.tokenizer import BYTE_OF
+
+    vocab = {c: b for c, b in BYTE_OF.items()}
+    added = [{"id": 256 + i, "content": t, "special": True} for i, t in enumerate(("<|im_start|>", "<|im_end|>"))]
+    file = {"model": {"type": "BPE", "vocab": vocab, "merges": []}, "added_tokens": added}
+    file["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False}
+    config = GPTConfig(vocab_size=258, block_size=128)
+    GPT(config, torch.Generator().manual_seed(0)).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(file))
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", ["", "ckpt.pt"])
+def test_a_run_is_asked_a_problem_of_its_task(run, name, capsys):
+    sample.main([str(run / name), "--max_new_tokens=5", "--temperature=1"])
+    prompt, empty, response, took = capsys.readouterr().out.splitlines()
+    assert prompt.startswith(" pairs ") and not empty
+    assert took.startswith("[54 + ") and took.endswith("K and V: 100% of the dense cache]")
+    [[*tokens]] = rollout(
+        sample.load(str(run))[0], [recall.tokenizer.encode(prompt)], 1, 5, eos_ids=[1],
+        generator=torch.Generator().manual_seed(0),
+    ).tokens.tolist()  # fmt: skip
+    assert response == recall.tokenizer.decode(tokens[54:])
+    sample.main([str(run), "--max_new_tokens=5", "--seed=1"])
+    assert capsys.readouterr().out.splitlines()[0] != prompt
+
+
+def test_what_was_evicted_is_marked(run, capsys):
+    prompt = " pairs" + " the" * 20 + " ="
+    sample.main([str(run), f"--prompt={prompt}", "--policy=streaming", "--sinks=1", "--recent=2", "--kv_budget=6",
+                 "--max_new_tokens=4", "--show"])  # fmt: skip
+    response, took, marked = capsys.readouterr().out.splitlines()
+    assert "of the dense cache]" in took
+    assert marked.startswith(" pairs[- the the") and marked.replace("[-", "").replace("-]", "") == prompt + response
+    kept = marked.split("-]")[-1]  # 6 slots: the sink and the 5 newest keys; the last token is never fed
+    assert kept.count(" ") == 5 + 1
+
+
+def test_a_terminal_gets_them_dimmed(run):
+    model, tokenizer, _ = sample.load(str(run))
+    how = dict(eos_ids=[1], policy="streaming", sinks=1, recent=2, kv_budget=6)
+    text = sample.marked(tokenizer, rollout(model, [[2] * 20], 1, 4, **how), terminal=True)
+    assert text.count("\033[2m") == text.count("\033[0m") == 1 and "[-" not in text
+
+
+def test_a_model_folder_chats_line_by_line(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n\n<|im_end|>\n"))
+    sample.main([str(folder), "--max_new_tokens=3", "--prompt_budget=0.5"])
+    out = capsys.readouterr().out
+    chat = len("<user\n" + "hi" + ">\n<assistant\n")
+    assert f"[{chat} + 3 tokens" in out and f"[{chat + 8} + 3 tokens" in out  # the spelled control token is text
+    assert out.count("> ") == 4 and "100%" not in out
+
+
+def test_the_stream_is_what_was_decoded(folder, capsys, monkeypatch):
+    """A character of several tokens appears when it is whole, and nothing is printed twice."""
+    tokenizer = sample.load(str(folder))[1]
+    said = [*tokenizer.encode("né 你🙂"), 0xE4]  # ends with a third of a character
+    steps = []
+
+    def fake(*_, on_token, **__):
+        for id in said:
+            on_token(torch.tensor([id]))
+            steps.append(capsys.readouterr().out)
+        return type("Roll", (), dict(kv_bytes=1, kv_bytes_dense=1))
+
+    monkeypatch.setattr(sample, "rollout", fake)
+    sample.main([str(folder), "--prompt=x"])
+    assert steps[:4] == ["n", "", "é", " "] and "".join(steps) == "né 你🙂"
+    assert capsys.readouterr().out.startswith("\ufffd\n[")
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["no-such-folder"], "no-such-folder: no such folder"),
+        (["{run}/warm.pt"], "a warm start, which does not say what its task is"),
+        (["{run}", "--policy=best"], "policy='best': must be one of snapkv"),
+        (["{run}", "--kv_budget=3"], "kv_budget=3"),
+        (["{run}", "--prompt_budget=half"], "prompt_budget: invalid number value: 'half'"),
+        (["{run}", "--temperature=-1"], "temperature=-1"),
+        (["{run}", "--max_new_tokens=0"], "max_new_tokens=0"),
+        (["{run}", "--prompt= zebra"], "' zebra': not in the vocabulary"),
+        (["{run}", "--prompt="], "prompt 0 of 1 is empty"),
+        (["{run}", "--prompt=" + " the" * 200], "exceed block_size=80"),
+        (["{run}", "--promt=x"], "unrecognized arguments: --promt=x"),
+        ([], "required: model"),
+    ],
+)
+def test_errors_are_one_line(run, args, named):
+    with pytest.raises(SystemExit) as error:
+        sample.main([arg.format(run=run) for arg in args])
+    assert str(error.value.code).startswith("error: ") and named in error.value.code
+    assert "\n" not in error.value.code
