@@ -44,9 +44,9 @@ def ask(rng: random.Random, split: str, names: list[str], pairs: int, fillers: i
             return prompt, {name: values[name] for name in asked}
 
 
-def make_problem(rng: random.Random, split: str) -> Problem:
+def make_problem(rng: random.Random, split: str, fillers: int | None = None) -> Problem:
     """A random problem of the split, "train" or "eval"."""
-    prompt, asked = ask(rng, split, NAMES, PAIRS, FILLERS)
+    prompt, asked = ask(rng, split, NAMES, PAIRS, FILLERS if fillers is None else fillers)
     total, solution = 0, ""
     for name, value in asked.items():
         total += value

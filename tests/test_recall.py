@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import Problem, WordTokenizer, recall
+from data import Problem, WordTokenizer, recall, recall_long
 
 PROBLEM = Problem(prompt=" a1 the c3 b2 ? c a b =", solution=" c 3 3 a 1 4 b 2 6 # 6", answer="6")
 
@@ -112,3 +112,17 @@ def test_an_id_outside_the_table_is_named(id):
 def test_a_bad_vocabulary_is_refused(words, named):
     with pytest.raises(ValueError, match=named):
         WordTokenizer("bad", words)
+
+
+def test_the_long_task_is_the_same_one_behind_more_filler():
+    for split in ("train", "eval"):
+        problem = recall_long.make_problem(random.Random(0), split)
+        words = problem.prompt.split()
+        assert len(recall.tokenizer.encode(problem.prompt)) == recall_long.max_prompt == 2070
+        assert sum(word in recall.FILLER for word in words) == 2048
+        assert recall_long.reward(problem, problem.solution) == 1
+
+
+def test_both_kinds_of_tokenizer_have_one_interface():
+    tokens = recall.tokenizer
+    assert tokens.prompt(" the a1") == tokens.encode(" the a1") and tokens.eos_ids == [tokens.eos_id]
