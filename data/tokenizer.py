@@ -105,9 +105,6 @@ class ChatTokenizer:
         self.nfc = normalizer["type"] == "NFC"
         self.pattern = regex.compile(split_pattern(file["pre_tokenizer"]))
         self.special = {token["content"]: token["id"] for token in added}
-        # Ids that a model reads but must not write out; other added tokens, like <think>, have a text.
-        self.silent = {token["id"] for token in added if token["special"]}
-        self.added_text = {token["id"]: token["content"].encode() for token in added if not token["special"]}
 
         vocab = {token: id for token, id in bpe["vocab"].items() if token not in self.special}
         merged = ["".join(m) if isinstance(m, list) else m.replace(" ", "", 1) for m in bpe["merges"]]
@@ -119,7 +116,9 @@ class ChatTokenizer:
         ranks = {bytes(BYTE_OF[c] for c in token): rank for rank, token in enumerate(order)}
         self.ids = [vocab.get(token, -1) for token in order]  # id of a rank; -1 for a byte outside of the vocabulary
         self.missing = bytes(b for c, b in BYTE_OF.items() if c not in vocab)
-        self.text_of = {self.ids[rank]: text for text, rank in ranks.items()} | self.added_text
+        self.text_of = {self.ids[rank]: text for text, rank in ranks.items()}
+        # Special tokens have no text; other added tokens, like <think>, have.
+        self.text_of |= {token["id"]: token["content"].encode() for token in added if not token["special"]}
         self.encoding = tiktoken.Encoding("", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens={})
 
     def encode(self, text: str) -> list[int]:
@@ -162,5 +161,4 @@ class ChatTokenizer:
         """
         if bad := [i for i in ids if not 0 <= i < self.vocab_size]:
             raise ValueError(f"token id {bad[0]}: must be in 0..{self.vocab_size - 1}")
-        silent = self.silent
-        return b"".join(self.text_of.get(i, b"") for i in ids if i not in silent).decode(errors="replace")
+        return b"".join(self.text_of.get(i, b"") for i in ids).decode(errors="replace")

@@ -42,7 +42,24 @@ SCRAPS = [
         "\n",
         "\n\n",
     ),
-    *(" ", "  ", "   ", "\t", "\r\n", "\u00a0", "\u3000", "\u200b", "\x00", "\x04", "\x1c", "\x85", "a", "The", "the"),
+    *(
+        " ",
+        "  ",
+        "   ",
+        "\t",
+        "\r\n",
+        "\u00a0",
+        "\u3000",
+        "\u200b",
+        "\x00",
+        "\x04",
+        "\x1c",
+        "\x85",
+        "a",
+        "The",
+        "the",
+        " zebra ",
+    ),
     *("I'm", "WE'LL", "'s", "'S", "x'd", "0", "7", "12", "345", "6789", "3.14", "1,000", "½", "²", "Ⅷ", "٣", "१२"),
     *("def f(x):", "    return", "!=", "->", "//", "...", "!!!", "?", "_", "#", "{}", "[]", "λ", "é", "e\u0301", "ﬁ"),
     *(
@@ -89,8 +106,10 @@ def reference(kind: str) -> "tokenizers.Tokenizer":
     control = CONTROL[kind] if kind == "smollm" else []  # in SmolLM2's vocabulary the control tokens stand first
     options = dict(vocab_size=900, initial_alphabet=alphabet, limit_alphabet=256, show_progress=False)
     trainer = tokenizers.trainers.BpeTrainer(special_tokens=control, **options)
-    tok.train_from_iterator(strings(400) if kind != "smollm" else [CORPUS], trainer)
-    return tok
+    tok.train_from_iterator([CORPUS], trainer)
+    file = json.loads(tok.to_str())
+    file["model"]["vocab"]["Ġzebra"] = tok.get_vocab_size()  # no merge makes it: found only with ignore_merges
+    return tokenizers.Tokenizer.from_str(json.dumps(file))
 
 
 @pytest.fixture(scope="module")
@@ -168,10 +187,11 @@ def test_no_text_spells_a_control_token(folders, kind):
         ),
     ],
 )
-@pytest.mark.parametrize("text", ["What is 17 + 25?", "你好\n\n  code:\n\tx = 1"])
+@pytest.mark.parametrize("text", ["What is 17 + 25?", "\n\n\n你好\n\n  code:\n\tx = 1"])
 def test_a_prompt_is_the_chat_template(folders, kind, chat, text):
     folder, tok = folders[kind]
-    assert ChatTokenizer(folder).prompt(text) == tok.encode(chat.format(text), add_special_tokens=False).ids
+    expected = chat.format(text.strip() if kind == "llama3" else text)
+    assert ChatTokenizer(folder).prompt(text) == tok.encode(expected, add_special_tokens=False).ids
 
 
 def test_every_end_of_turn_id_is_found(folders, tmp_path):
