@@ -62,7 +62,7 @@ def assert_same_logits(mine: GPT, theirs, idx: torch.Tensor):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
     theirs, mine = published(name, tmp_path), GPT.from_pretrained(tmp_path)
-    idx = torch.randint(97, (2, 1500), generator=torch.Generator().manual_seed(1))
+    idx = torch.randint(97, (1, 1500), generator=torch.Generator().manual_seed(1))
     assert_same_logits(mine, theirs, idx)
     prompt = idx[:1, :20]
     greedy = theirs.generate(prompt, max_new_tokens=50, do_sample=False, eos_token_id=None, pad_token_id=0)
