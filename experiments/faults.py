@@ -129,8 +129,8 @@ def full_disk(folder: Path) -> str:
     return said
 
 
-def stops(folder: Path, number: int = signal.SIGTERM) -> dict:
-    """One signal: the step in flight is saved, exit 0, and the rest gives the run that nobody touched. Two: at once."""
+def stops(folder: Path) -> dict:
+    """One SIGTERM: the step in flight is saved, exit 0, and the rest gives the untouched run. Two: at once."""
     whole, hurt = folder / "whole", folder / "hurt"
     for f in (whole, hurt):
         f.mkdir()
@@ -139,15 +139,15 @@ def stops(folder: Path, number: int = signal.SIGTERM) -> dict:
     log = hurt / "run" / "log.jsonl"
     while process.poll() is None and not log.is_file():
         time.sleep(0.01)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     finish(process)
     lost = len(rows(hurt)) - train.load_checkpoint(hurt / "run" / "ckpt.pt")["step"]
     finish(start(hurt, max_iters=30, init_from="resume"))
     again = start(folder, max_iters=100_000, save_interval=10**6)
     while again.poll() is None and not (folder / "run" / "log.jsonl").is_file():
         time.sleep(0.01)
-    again.send_signal(number)
-    again.send_signal(number)
+    again.send_signal(signal.SIGTERM)
+    again.send_signal(signal.SIGTERM)
     again.communicate(timeout=60)
     return {"steps lost": lost, "same": same(whole, hurt), "exit code of two": again.returncode}
 
