@@ -69,9 +69,9 @@ def equal(a, b) -> bool:
     return a == b
 
 
-def kills(folder: Path, n: int, seed: int = 0, steps: int = 60) -> dict:
+def kills(folder: Path, n: int, seed: int = 0) -> dict:
     """Kill a run n times at random moments, resuming it each time; then let it finish and compare."""
-    whole, hurt, rng = folder / "whole", folder / "hurt", random.Random(seed)
+    whole, hurt, rng, steps = folder / "whole", folder / "hurt", random.Random(seed), 20 * n
     for f in (whole, hurt):
         f.mkdir()
     finish(start(whole, max_iters=steps))

@@ -177,6 +177,11 @@ def spread(xs):
     return f"{statistics.median(xs):.3f} [{min(xs):.3f}, {max(xs):.3f}]"
 
 
+def without_marks(run):
+    """A run without its problem-by-problem marks, which only `parity` needs."""
+    return {k: v for k, v in run.items() if k != "right"}
+
+
 def whole(results):
     """The runs that did not fail."""
     return [r for r in results if "failed" not in r]
@@ -187,14 +192,15 @@ def whole(results):
 DASHES = ["-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)), (0, (3, 1, 1, 1)), (0, (2, 2)), "-"]
 
 
-def curve(axes, x, runs, label, index):
-    """Median over runs (equal length) with the range as a grey band, labelled at its right end."""
+def curve(axes, x, runs, label, index, band=True):
+    """Median over runs (equal length), the range as a grey band if that is wanted, labelled at its right end."""
     runs = [run for run in runs if len(run) == len(x)]
     if not runs:
         return
     middle = [statistics.median(column) for column in zip(*runs, strict=True)]
     low, high = ([f(column) for column in zip(*runs, strict=True)] for f in (min, max))
-    axes.fill_between(x, low, high, color="0.85", linewidth=0)
+    if band:
+        axes.fill_between(x, low, high, color="0.88", linewidth=0)
     axes.plot(x, middle, color="black" if index % 2 == 0 else "0.45", linestyle=DASHES[index], linewidth=1.6)
     axes.spread_labels = [*getattr(axes, "spread_labels", []), (x[-1], middle[-1], label)]
 
@@ -255,7 +261,7 @@ def collapse(bench):
     for a in ARMS:
         data["grid"][a] = {lr: {k: grid[a, lr].get(k) for k in ("last_reward", "final", "failed")} for lr in rates}
     for a in [*ARMS, *small]:
-        data["runs"][a] = {s: runs[a, s] for s in seeds}
+        data["runs"][a] = {s: without_marks(runs[a, s]) for s in seeds}
         good = whole(data["runs"][a].values())
         data["table"][a] = {
             "compressed": [r["final"]["0.25"] for r in good],
@@ -294,7 +300,10 @@ def draw_collapse(data, figure):
         for axes, name in ((top[0], "reward"), (top[1], "grad_norm")):
             runs = [r["curves"][name] for r in good]
             if runs:
-                curve(axes, [BLOCK * (j + 1) for j in range(len(runs[0]))], runs, a, i)
+                steps = [BLOCK * (j + 1) for j in range(len(runs[0]))]
+                curve(
+                    axes, steps, runs, a, i, band=a in ("naive", "bypass", "smd A")
+                )  # ten bands would hide each other
     top[0].set(xlabel="step", ylabel="mean reward of the rollouts")
     top[1].set(xlabel="step", ylabel="gradient norm", yscale="log")
     for axes in top:
@@ -660,7 +669,7 @@ def distil(bench):
     clock = BASE | DISTIL | {"seed": 1, "prompt_budget": 0, "repeats": 5, "max_iters": 8, "eval_problems": 1}
     clock |= {"eval_interval": 0} | ({"repeats": 1, "max_iters": 3, "warm_iters": 5} | smoke if bench.quick else {})
     seconds = bench.run({("cost",): (step_times, clock)})["cost",]["seconds"]
-    data = {opd: {s: runs[opd, s] for s in seeds} for opd in SETTINGS}
+    data = {opd: {s: without_marks(runs[opd, s]) for s in seeds} for opd in SETTINGS}
     data["step_seconds"] = {opd: seconds[opd] for opd in SETTINGS if opd in seconds}
     last = {opd: [r["curves"]["opd_kl"][-1] for r in whole(data[opd].values())] for opd in SETTINGS}
     ratio = seconds["vopd"] / seconds["sampled"]
@@ -785,7 +794,8 @@ def bridge(bench):
             how = {"rounds": 2, "warm_iters": 5} if bench.quick else {"rounds": 128, "warm_iters": 600}
             cells[view, "bias", s] = (bias, {"method": method, "seed": s} | how)
     runs = bench.run(cells)
-    data = {view: {opd: {s: runs[view, opd, s] for s in seeds} for opd in (*opds, "bias")} for view in VIEWS}
+    kinds = (*opds, "bias")
+    data = {view: {opd: {s: without_marks(runs[view, opd, s]) for s in seeds} for opd in kinds} for view in VIEWS}
     text = []
     for view, method in VIEWS.items():
         shown = "0" if method == "dense" else "0.5"

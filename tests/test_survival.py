@@ -94,7 +94,7 @@ def test_checkpoints_are_plain(run, tmp_path):  # noqa: F811
 
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path):
-    result = faults.kills(tmp_path, 3, steps=25)
+    result = faults.kills(tmp_path, 3)
     assert result["same"] and result["most steps lost"] <= 1
 
 
