@@ -7,9 +7,10 @@ import re
 
 import pytest
 import torch
+from test_sample import folder  # noqa: F401  (a fixture: a tiny model folder)
 
 import train
-from data import recall
+from data import arithmetic, recall
 from train import Config, load_config, main
 
 TINY = dict(n_embd=32, warm_iters=3, warm_batch_size=8, prompts_per_step=4, group_size=4, max_iters=3, eval_problems=8)
@@ -297,3 +298,41 @@ def test_a_broken_replay_is_caught_at_the_first_step(run, monkeypatch):
         shifted(roll, rows), evicted_at=shifted(roll, rows).evicted_at.roll(1, dims=-1)))  # fmt: skip
     with pytest.raises(SystemExit, match="before any update"):
         run("broken")
+
+
+# ---- a model folder as the start, tasks in plain text ----------------------------------------------------------------
+
+
+def test_a_model_folder_is_a_start_and_resumes(run, folder, monkeypatch):  # noqa: F811
+    """On-policy to rounding with its own tokenizer, and the resumed run is the one without a stop."""
+    monkeypatch.setattr(arithmetic, "reward", lambda problem, response: float(len(response) % 3))
+    options = {"task": "arithmetic", "init_from": folder, "block_size": 128}
+    summary, rows, whole = run("whole", max_iters=3, **options)
+    assert summary["gap_max"] <= 1e-4 and len(rows) == 3 and any(row["grad_norm"] > 0 for row in rows)
+    run("parts", max_iters=2, **options)
+    _, _, parts = run("parts", max_iters=3, init_from="resume")
+    assert all(torch.equal(whole["model"][name], parts["model"][name]) for name in whole["model"])
+
+
+def test_partial_credit_counts_in_training_only(run, folder, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(arithmetic, "shaping", lambda problem, response: float(len(response) % 2), raising=False)
+    options = {"task": "arithmetic", "init_from": folder, "block_size": 128, "max_iters": 1}
+    summary, rows, _ = run("with", shaping_coef=0.5, **options)
+    assert 0 < rows[0]["reward"] < 0.5 and summary["eval"]["after"] == {"dense": 0, "compressed": 0}
+    assert run("without", **options)[1][0]["reward"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": "countdown"}, "is in plain text: give init_from=MODEL_FOLDER"),
+        ({"task": "recall", "init_from": "FOLDER"}, "has a vocabulary of its own"),
+        ({"shaping_coef": 0.1}, "task 'recall' gives no partial credit"),
+        ({"task": "arithmetic", "init_from": "FOLDER", "block_size": 40}, "100 prompts in a row of more than"),
+        ({"task": "arithmetic", "init_from": "nowhere/"}, "nowhere"),
+    ],
+)
+def test_task_and_folder_must_fit(run, folder, options, message):  # noqa: F811
+    options = {k: str(folder) if v == "FOLDER" else v for k, v in options.items()}
+    with pytest.raises(SystemExit, match=message):
+        run("a", **options)
