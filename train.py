@@ -450,7 +450,7 @@ def solved_batch(task, rng: random.Random, n: int) -> tuple[Tensor, Tensor]:
     """Tokens (n,T) of n problems with their worked solutions and EOS, right-padded, and a mask (n,T) of the latter."""
     tok, rows = task.tokenizer, []
     for problem in (task.make_problem(rng, "train") for _ in range(n)):
-        rows.append((tok.encode(problem.prompt), [*tok.encode(problem.solution), tok.eos_id]))
+        rows.append((tok.prompt(problem.prompt), [*tok.encode(problem.solution), tok.eos_ids[-1]]))
     tokens = torch.zeros(n, max(len(p) + len(s) for p, s in rows), dtype=torch.int64)
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     for i, (prompt, solution) in enumerate(rows):

@@ -314,6 +314,11 @@ def test_a_model_folder_is_a_start_and_resumes(run, folder, monkeypatch):  # noq
     assert all(torch.equal(whole["model"][name], parts["model"][name]) for name in whole["model"])
 
 
+def test_a_text_task_can_start_from_scratch(run, folder):  # noqa: F811
+    summary, rows, _ = run("a", task="arithmetic", tokenizer=folder, block_size=128, max_iters=1)
+    assert summary["gap_max"] <= 1e-4 and len(rows) == 1
+
+
 def test_partial_credit_counts_in_training_only(run, folder, monkeypatch):  # noqa: F811
     monkeypatch.setattr(arithmetic, "shaping", lambda problem, response: float(len(response) % 2), raising=False)
     options = {"task": "arithmetic", "init_from": folder, "block_size": 128, "max_iters": 1}
