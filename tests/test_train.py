@@ -52,7 +52,7 @@ BAD = [
     ("--max_new_tokens=100", "block_size=128"),
     ("--policy=lru", "must be one of snapkv"),
     ("--method=ppo", "must be one of dense"),
-    ("--task=chess", "must be one of recall"),
+    ("--task=chess", "must be one of arithmetic, countdown"),
     ("--temperature=-1", "temperature=-1.0"),
     ("--temperature=0", "temperature=0.0"),
     ("--temperature=nan", "temperature='nan' must be a finite"),
