@@ -143,10 +143,11 @@ def stops(folder: Path) -> dict:
     finish(process)
     lost = len(rows(hurt)) - train.load_checkpoint(hurt / "run" / "ckpt.pt")["step"]
     finish(start(hurt, max_iters=30, init_from="resume"))
-    again = start(folder, max_iters=100_000, save_interval=10**6)
+    again = start(folder, max_iters=100_000, save_interval=10**6, prompts_per_step=1024)  # steps of some seconds
     while again.poll() is None and not (folder / "run" / "log.jsonl").is_file():
         time.sleep(0.01)
     again.send_signal(signal.SIGTERM)
+    time.sleep(0.3)  # two signals at once could arrive as one
     again.send_signal(signal.SIGTERM)
     again.communicate(timeout=60)
     return {"steps lost": lost, "same": same(whole, hurt), "exit code of two": again.returncode}
