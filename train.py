@@ -601,10 +601,10 @@ def train(config: Config, stop: list | None = None) -> dict:
         return accuracy
 
     def save(step: int) -> None:
-        states = [generator.get_state().to(device)] * WORLD  # (bytes,) each, made equal here and filled below
+        mine = generator.get_state().to(device)  # (bytes,)
+        states = [torch.empty_like(mine) for _ in range(WORLD)] if WORLD > 1 else [mine]
         if WORLD > 1:
-            states = [torch.empty_like(states[0]) for _ in states]
-            dist.all_gather(states, generator.get_state().to(device))
+            dist.all_gather(states, mine)
         if RANK > 0:
             return
         summary["seconds"] = seconds_before + time.time() - start_time

@@ -1,6 +1,6 @@
 """Hurt running jobs on purpose, and count what is lost.
 
-    python -m experiments.faults            thirty kills and the rest; about ten minutes; prints the README's table
+    python -m experiments.faults            thirty kills and the rest; about ten minutes; prints a table
     python -m experiments.faults --kills=3  fewer; what the tests run
 
 Every job is `train.py` itself in a process of its own, tiny, with a checkpoint after every step (so that many kills

@@ -289,7 +289,10 @@ def collapse(bench):
         f"arms that ended below their start: {', '.join(below) or 'none'}",
         f"small noisy batches: smd A {middle['small batch, smd A']:.3f}, naive {middle['small batch, naive']:.3f}",
     ]
-    word = "holds" if leads else "smd A does not lead in every seed"
+    fallen = sorted({*fell, *below} & {*rivals} - {"bypass"})
+    word = "smd A leads in every seed" if leads else "smd A does not lead in every seed"
+    word += f", and {', '.join(fallen)} fall" if fallen else ", but neither naive nor a reweighted arm falls"
+    word = f"{'holds' if leads and fallen else 'holds in part' if leads or fallen else 'does not hold'}: {word}"
     return data, f"{word}. " + "; ".join(parts) + "."
 
 
