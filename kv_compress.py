@@ -164,6 +164,9 @@ class KVCache:
 
     Feed it through `GPT.forward(idx, cache=cache)`: the right-padded prompts (N,P) once, then (B,1) tokens.
     `evicted_at` (L,B,nkv,T) int32 is the record; set `active` (B,) bool to stop recording finished rows.
+
+    The slots fill from the left: a prompt's keys, at most `max_keep`; behind those of the longest prompt a column a
+    token, the same for all rows; then what shorter prompts left free; only then a victim's slot is taken.
     """
 
     def __init__(
@@ -199,8 +202,9 @@ class KVCache:
         needed = max(keep) + max_new_tokens
         self.S = S = min(kv_budget, needed) if kv_budget else needed
         self.compress_prompt = keep != prompt_lens
+        self.evicts = needed - 1 > S  # the last token is never fed
         # Lengths are known on the host, so the decode loop never has to ask the device how full a row is.
-        self.max_keep = max(keep)
+        self.min_keep, self.max_keep = min(keep), max(keep)
         self.step = -2  # -1: the prompts are being fed, i: the i-th response token is
         self.prompt_len = torch.tensor(prompt_lens, device=device)  # (N,)
         self.keep = torch.tensor(keep, device=device)  # (N,)
@@ -212,18 +216,18 @@ class KVCache:
 
         self.k = allocate(L, B, nkv, S, hs, dtype=dtype)  # zeros: a free slot is masked, but 0 * NaN would be NaN
         self.v = allocate(L, B, nkv, S, hs, dtype=dtype)
-        self.pos = allocate(L, B, nkv, S, fill=-1, dtype=torch.int32)
-        self.evicted_at = allocate(L, B, nkv, P + max_new_tokens, fill=NEVER, dtype=torch.int32)
+        self.filled = allocate(B, S, fill=False, dtype=torch.bool)
+        record = allocate(L, B, nkv, P + max_new_tokens + 1, fill=NEVER, dtype=torch.int32)
+        self.record, self.evicted_at = record, record[..., :-1]  # the last column is for victims that are none
         self.active = allocate(B, fill=True, dtype=torch.bool)
-        needs = self.score_fn.needs
-        self.scores = allocate(L, B, nkv, S)
+        self.rows, self.heads = torch.arange(B, device=device)[:, None], torch.arange(nkv, device=device)[None]
+        # What only the choice of victims needs: of every slot, and the last W queries (query i stands at (i - P) % W).
+        needs, self.W = self.score_fn.needs if self.evicts else (), max(recent, 1)
+        self.pos = allocate(L, B, nkv, S, fill=-1, dtype=torch.int32) if self.evicts else None
+        self.scores = allocate(L, B, nkv, S) if self.evicts else None
         self.total_attn = allocate(L, B, nkv, S) if "total_attn" in needs else None
         self.noise = allocate(L, B, nkv, S) if "noise" in needs else None
-        self.ring = self.ring_pos = None  # the last W queries of each row: query i stands at i % W
-        self.W = max(recent, 1)
-        if "window_attn" in needs:
-            self.ring = allocate(L, B, nh, self.W, hs, dtype=dtype)
-            self.ring_pos = allocate(L, B, self.W, fill=-1, dtype=torch.int32)
+        self.ring = allocate(L, B, nh, self.W, hs, dtype=dtype) if "window_attn" in needs else None
 
     @property
     def kv_bytes(self) -> int:
@@ -233,7 +237,7 @@ class KVCache:
     @property
     def policy_bytes(self) -> int:
         """Bytes that eviction costs beside K and V: slot positions, scores and the policy's statistics."""
-        kept = (self.pos, self.scores, self.total_attn, self.noise, self.ring, self.ring_pos)
+        kept = (self.pos, self.scores, self.total_attn, self.noise, self.ring)
         return sum(t.untyped_storage().nbytes() for t in kept if t is not None)
 
     def advance(self, T: int) -> Tensor:
@@ -246,7 +250,22 @@ class KVCache:
         if self.step == 0:  # from here on every row stands for itself, no longer for its prompt
             self.prompt_len = self.prompt_len.repeat_interleave(self.G)  # (B,)
             self.keep = self.keep.repeat_interleave(self.G)  # (B,)
+            self.filled[:] = torch.arange(self.S, device=self.k.device) < self.keep[:, None]
         self.t = self.prompt_len + self.step  # (B,) position of the token being fed
+        self.late = self.step - (self.S - self.max_keep)  # tokens since the columns behind the longest prompt ran out
+        self.column = self.max_keep + self.step if self.late < 0 else None
+        if self.late < 0:
+            self.filled[:, self.column] = True
+        else:
+            self.free = self.keep + self.late  # (B,) the slot to fill, if it is one that the row's prompt left free
+            self.full = self.free >= self.max_keep  # (B,)
+            self.filled.scatter_(1, self.free.clamp(max=self.S - 1)[:, None], True)
+            self.noted = self.t.masked_fill(~self.active, NEVER).int()[:, None]  # (B, 1) evicted_at of a victim
+        if self.ring is not None:
+            age = (self.step - 1 - torch.arange(self.W, device=self.k.device)) % self.W
+            self.ring_pos = (self.t[:, None] - 1 - age).clamp(min=-1)  # (B, W) -1 before the first query
+        ragged = self.min_keep + max(self.late + 1, 0) < self.max_keep  # a row has a free slot among those in use
+        self.seen = self.filled[:, None, None, : self.max_keep + self.step + 1] if ragged else None
         return self.t[:, None]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -281,19 +300,19 @@ class KVCache:
         pos = torch.arange(P, device=k.device).expand(N, P)
         pos = pos.masked_fill(pos >= length, -1)  # (N, P) padding is no key and no query
         view = LayerView(k, pos[:, None].expand(N, nkv, P))
-        if self.total_attn is not None:
+        needs = self.score_fn.needs if self.compress_prompt or self.evicts else ()
+        if "total_attn" in needs:
             blocks = zip(q.split(64, dim=2), pos.split(64, dim=1), strict=True)  # never P x P at once
             view.total_attn = sum(attention_probs(qb, k, pb, view.pos).sum(3).mean(2) for qb, pb in blocks)
-        if self.noise is not None:
+        if "noise" in needs:
             view.noise = torch.rand(N, nkv, P, device=k.device, generator=self.generator)
-        if self.ring is not None:
-            at = length - 1 - (length - 1 - torch.arange(W, device=k.device)) % W  # (N, W) query of each ring slot
+        if "window_attn" in needs:
+            at = length - W + torch.arange(W, device=k.device)  # (N, W) the last W queries, some before the first
             window = q.gather(2, at.clamp(min=0)[:, None, :, None].expand(-1, q.shape[1], -1, hs))  # (N, nh, W, hs)
-            at = at.clamp(min=-1)
-            self._samples(self.ring[layer])[:] = window[:, None]
-            self._samples(self.ring_pos[layer])[:] = at[:, None]
+            if self.evicts:
+                self._samples(self.ring[layer])[:] = window[:, None]
             if self.compress_prompt:
-                attn = self._window_attn(window, at, k, view.pos)  # (N, nkv, P)
+                attn = self._window_attn(window, at.clamp(min=-1), k, view.pos)  # (N, nkv, P)
                 in_window = view.pos >= (length - W)[:, None]
                 pooled = F.avg_pool1d(attn.masked_fill(in_window, 0), self.pool, stride=1, padding=self.pool // 2)
                 view.window_attn = torch.where(in_window, attn, pooled)
@@ -309,7 +328,8 @@ class KVCache:
         for slots, prompt in ((self.total_attn, view.total_attn), (self.noise, view.noise)):
             if slots is not None:
                 self._samples(slots[layer])[..., :K] = prompt.gather(2, index)[:, None]
-        self._samples(self.pos[layer])[..., :K] = kept.masked_fill(kept == P, -1)[:, None]
+        if self.evicts:
+            self._samples(self.pos[layer])[..., :K] = kept.masked_fill(kept == P, -1)[:, None]
         alive = torch.zeros(N, nkv, P + 1, dtype=torch.bool, device=k.device).scatter_(2, kept, True)[..., :P]
         dropped = (view.pos >= 0) & ~alive  # (N, nkv, P)
         self._samples(self.evicted_at[layer])[..., :P] = torch.where(dropped, length[:, None], NEVER)[:, None]
@@ -318,44 +338,41 @@ class KVCache:
     def _decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One token a row: choose the victim, overwrite it, note it, attend, update the statistics, in this order."""
         B, nh, _, hs = q.shape
-        K, V, pos, scores, t = self.k[layer], self.v[layer], self.pos[layer], self.scores[layer], self.t
-        used = self.keep + self.step  # (B,) slots filled so far, or more once the row is full
-        slot = used.clamp(max=self.S - 1)[:, None].expand(B, K.shape[1])  # (B, nkv)
-        used_most = self.max_keep + self.step
-        if used_most + self.interval > self.S and self.step % self.interval == 0:  # someone fills up before the next
-            view = LayerView(K, pos)
-            view.total_attn = None if self.total_attn is None else self.total_attn[layer]
-            view.noise = None if self.noise is None else self.noise[layer]
-            if self.ring is not None:
-                view.window_attn = self._window_attn(self.ring[layer], self.ring_pos[layer], K, pos)
-            scores.copy_(self.score_fn(view))
-        if used_most >= self.S:
-            victim = self._protect(scores, pos, t - 1).argmin(-1)  # (B, nkv)
-            full = (used >= self.S)[:, None]  # (B, 1)
-            slot = torch.where(full, victim, slot)
-            j = pos.gather(2, slot[..., None]).clamp(min=0).long()  # (B, nkv, 1) position of the victim
-            record = self.evicted_at[layer]
-            noted = torch.where((full & self.active[:, None])[..., None], t[:, None, None], record.gather(2, j))
-            record.scatter_(2, j, noted.int())
+        K, V = self.k[layer], self.v[layer]
+        at = (slice(None), slice(None), self.column)  # the slots of this token: [at] is (B, nkv, ...)
+        if self.evicts:
+            pos, scores = self.pos[layer], self.scores[layer]
+            if (
+                self.late + self.interval > 0 and self.step % self.interval == 0
+            ):  # someone fills up before the next refresh
+                view = LayerView(K, pos)
+                view.total_attn = None if self.total_attn is None else self.total_attn[layer]
+                view.noise = None if self.noise is None else self.noise[layer]
+                if self.ring is not None:
+                    view.window_attn = self._window_attn(self.ring[layer], self.ring_pos, K, pos)
+                scores.copy_(self.score_fn(view))
+            if self.column is None:
+                victim = self._protect(scores, pos, self.t - 1).argmin(-1)  # (B, nkv)
+                slot = torch.where(self.full[:, None], victim, self.free[:, None])  # (B, nkv)
+                at = (self.rows, self.heads, slot)
+                # A free slot has the position -1: its "victim" goes to the last column of the record.
+                self.record[layer][self.rows, self.heads, pos[at].long()] = self.noted
+            pos[at] = self.t[:, None].int()
+            scores[at] = torch.inf  # unknown until the next refresh; a scored key is always left to evict
 
-        slot = slot[..., None]  # (B, nkv, 1)
-        K.scatter_(2, slot[..., None].expand(-1, -1, -1, hs), k)
-        V.scatter_(2, slot[..., None].expand(-1, -1, -1, hs), v)
-        pos.scatter_(2, slot, t[:, None, None].expand_as(slot).int())
-        probs = attention_probs(q, K, t[:, None], pos)  # (B, nkv, g, 1, S)
-        y = (probs.squeeze(3).to(V.dtype) @ V).reshape(B, nh, 1, hs)
-
-        scores.scatter_(2, slot, torch.inf)  # unknown until the next refresh; a scored key is always left to evict
+        K[at], V[at] = k[:, :, 0], v[:, :, 0]
+        n = self.max_keep + self.step + 1  # the slots behind these are free in every row
+        grouped = q.view(B, K.shape[1], -1, hs)  # (B, nkv, g, hs): query heads of a kv head are queries of its keys
+        y = F.scaled_dot_product_attention(grouped, K[:, :, :n], V[:, :, :n], attn_mask=self.seen)
         if self.total_attn is not None:
-            self.total_attn[layer].scatter_(2, slot, 0).add_(probs.sum(3).mean(2))
+            self.total_attn[layer][at] = 0
+            self.total_attn[layer].add_(attention_probs(q, K, self.t[:, None], pos).sum(3).mean(2))
         if self.noise is not None:
-            drawn = torch.rand(slot.shape, device=k.device, generator=self.generator)
-            self.noise[layer].scatter_(2, slot, drawn.to(self.noise.dtype))
+            drawn = torch.rand(B, K.shape[1], device=k.device, generator=self.generator)
+            self.noise[layer][at] = drawn.to(self.noise.dtype)
         if self.ring is not None:
-            rows = torch.arange(B, device=k.device)
-            self.ring[layer][rows, :, t % self.W] = q[:, :, 0]
-            self.ring_pos[layer][rows, t % self.W] = t.int()
-        return y
+            self.ring[layer][:, :, self.step % self.W] = q[:, :, 0]
+        return y.reshape(B, nh, 1, hs)
 
     def _samples(self, x: Tensor) -> Tensor:
         """View (B, ...) as (N, G, ...): what a prompt computed once is written to its G samples by broadcasting."""
@@ -491,18 +508,16 @@ def rollout(
 
     autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else next(model.parameters()).dtype
-    N, G, B, P, T = len(prompts), group_size, len(prompts) * group_size, max(lens), max(lens) + max_new_tokens
+    N, G, B, P = len(prompts), group_size, len(prompts) * group_size, max(lens)
     cache = KVCache(config, lens, G, max_new_tokens, dtype=dtype, device=device, generator=generator, **cache_options)
 
     padded = torch.zeros(N, P, dtype=torch.int64)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
     padded = padded.to(device)
-    tokens = F.pad(padded.repeat_interleave(G, dim=0), (0, max_new_tokens))  # (B, T)
-    logp = torch.zeros(B, T, device=device)
     prompt_len = torch.tensor(lens, device=device).repeat_interleave(G)  # (B,)
     length = prompt_len.clone()
-    rows, eos = torch.arange(B, device=device), torch.tensor(list(eos_ids), device=device)
+    eos, sampled, sampled_logp = torch.tensor(list(eos_ids), device=device), [], []
 
     logits = model(padded, cache=cache).repeat_interleave(G, dim=0)  # (B, 1, V): one prefill a prompt
     for step in range(max_new_tokens):
@@ -513,8 +528,8 @@ def rollout(
         else:
             token = torch.multinomial(all_logp.exp(), 1, generator=generator).squeeze(1)
         token = token.masked_fill(~cache.active, 0)  # a row that has ended is padded
-        tokens[rows, prompt_len + step] = token
-        logp[rows, prompt_len + step] = all_logp.gather(1, token[:, None]).squeeze(1).float() * cache.active
+        sampled.append(token)
+        sampled_logp.append(all_logp.gather(1, token[:, None]).squeeze(1).float() * cache.active)
         length += cache.active
         if on_token is not None:
             on_token(token)
@@ -523,11 +538,14 @@ def rollout(
             break  # the last sampled token is never fed, so it evicts nothing
         logits = model(token[:, None], cache=cache)  # (B, 1, V)
 
+    at = prompt_len[:, None] + torch.arange(len(sampled), device=device)  # (B, R)
+    tokens = F.pad(padded.repeat_interleave(G, dim=0), (0, max_new_tokens)).scatter(1, at, torch.stack(sampled, dim=1))
+    logp = torch.zeros(tokens.shape, device=device).scatter(1, at, torch.stack(sampled_logp, dim=1))  # (B, P + new)
     T = int(length.max())
     position = torch.arange(T, device=device)
     real = position < length[:, None]  # (B, T)
     return Rollout(
-        prompt=rows // G,
+        prompt=torch.arange(B, device=device) // G,
         tokens=tokens[:, :T],
         prompt_len=prompt_len,
         length=length,

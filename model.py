@@ -101,10 +101,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Callable) -> Tensor:
         nh, nkv, hs = self.config.n_head, self.config.n_kv_head, self.config.head_dim
         heads = self.qkv(x).unflatten(-1, (nh + 2 * nkv, hs)).transpose(1, 2)  # (B, nh + 2 nkv, T, hs)
-        q, k, v = heads.split((nh, nkv, nkv), dim=1)
+        qk, v = heads.split((nh + nkv, nkv), dim=1)
         if self.config.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *rope), rotate(k, *rope)  # rotated at birth: a cached key needs no position, so no order
+            qk = torch.cat((self.q_norm(qk[:, :nh]), self.k_norm(qk[:, nh:])), dim=1)
+        # Rotated at birth: a cached key needs no position, so no order.
+        q, k = rotate(qk, *rope).split((nh, nkv), dim=1)
         y = attend(q, k, v)  # (B, nh, T, hs)
         return self.out(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
