@@ -31,6 +31,7 @@ import time
 import tomllib
 import typing
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -131,13 +132,28 @@ CHOICES = {
     "importance_mode": ("token", "token_truncated", "sequence"),
     "adv_scale": ("std", "none"),
     "smd_track_b": ("dense_teaches_masked", "masked_teaches_dense"),
-    "opd": ("off", "sampled", "mean", "vopd", "vopd_optimal", "full", "topk_kl"),
 }
 CACHE_KEYS = ("kv_budget", "prompt_budget", "policy", "sinks", "recent", "pool", "interval")
-OPD_BASELINES = {"sampled": "none", "mean": "none", "vopd": "value", "vopd_optimal": "optimal"}
 WARM_KEYS = ("warm_iters", "warm_batch_size", "warm_learning_rate")
 RANK, WORLD = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))  # torchrun's
 RESCORED = ("naive", "importance", "sparse_rl")  # their old policy is not the sampler's but the full view's
+DIRECT = ("full", "topk_kl")  # opd without sampled advantages: the KL itself is a loss
+
+
+def opd_with(baseline: str) -> Callable:
+    """An entry of OPD: r - baseline, from losses.opd_advantages."""
+
+    def advantages(student: Tensor, tutor: Tensor, targets: Tensor, states: Tensor, config: Config) -> Tensor:
+        how = {"baseline": baseline, "k": config.opd_topk, "temperature": config.temperature}
+        return losses.opd_advantages(student[None], tutor[None], targets[None], **how)[0]
+
+    return advantages
+
+
+# opd -> what multiplies grad log pi of c sampled tokens, (c,), from the logits (c,V) of student and teacher, the tokens
+# (c,) and the student's states (c,C). examples/critic.py adds one. `mean` gets its baseline after the whole rollout.
+OPD = {name: opd_with(b) for name, b in (("sampled", "none"), ("mean", "none"), ("vopd", "value"))}
+OPD["vopd_optimal"] = opd_with("optimal")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -224,7 +240,7 @@ def load_config(argv: list[str]) -> Config:
 
 def check_config(config: Config) -> None:
     """Raise ValueError, naming the value and what is allowed, for a configuration that could not run."""
-    for key, allowed in CHOICES.items():
+    for key, allowed in (CHOICES | {"opd": ("off", *OPD, *DIRECT)}).items():
         if (value := getattr(config, key)) not in allowed:
             raise ValueError(f"{key}={value!r}: must be one of {', '.join(allowed)}")
     check_options(**{key: getattr(config, key) for key in CACHE_KEYS})
@@ -301,15 +317,22 @@ def help_text() -> str:
 
 
 def load_task(name: str, tokenizer: str = ""):
-    """The module data.NAME; a task in plain text gets the tokenizer of a model folder.
+    """The module data.NAME, or the one at a dotted path; a task in plain text gets the tokenizer of a model folder.
 
     Raises ValueError naming the tasks there are, or saying that the task and the tokenizer do not go together.
     """
-    here = Path(__file__).parent / "data"
-    tasks = sorted(p.stem for p in here.glob("*.py") if "def make_problem(" in p.read_text())
-    if name not in tasks:
-        raise ValueError(f"task={name!r}: must be one of {', '.join(tasks)}, the tasks in data/")
-    module = importlib.import_module(f"data.{name}")
+    path = name if "." in name else f"data.{name}"
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as e:
+        if not f"{path}.".startswith(f"{e.name}."):
+            raise  # the task is there, something that it imports is not
+        module = None
+    if not (hasattr(module, "make_problem") and hasattr(module, "reward")):
+        tasks = sorted(
+            p.stem for p in (Path(__file__).parent / "data").glob("*.py") if "def make_problem(" in p.read_text()
+        )
+        raise ValueError(f"task={name!r}: must be one of {', '.join(tasks)}, or the dotted path of a module like these")
     if hasattr(module, "tokenizer") == bool(tokenizer):
         own = "has a vocabulary of its own and goes with init_from=scratch"
         raise ValueError(f"task={name!r}: {own if tokenizer else 'is in plain text: give init_from=MODEL_FOLDER'}")
@@ -417,7 +440,9 @@ def warm_start(config: Config, task, device: torch.device) -> GPT:
     """A model that has imitated warm_iters batches of worked solutions; kept in warm_dir under all that shaped it."""
     gpt = gpt_config(config, task)
     made_of = {k: v for k, v in vars(config).items() if k == "seed" or k in WARM_KEYS}
-    files = [*sorted(Path(task.__file__).parent.glob("*.py")), Path(model_file.__file__)]  # tasks may import each other
+    here = Path(model_file.__file__)
+    files = [*sorted((here.parent / "data").glob("*.py")), here]  # tasks may import each other
+    files += [Path(task.__file__)] if Path(task.__file__) not in files else []
     key = hashlib.sha256(repr([*(f.read_text() for f in files), gpt, made_of]).encode()).hexdigest()[:12]
     path = Path(config.warm_dir) / f"{config.task}-{key}.pt"
     if path.is_file():
@@ -475,30 +500,28 @@ def rewards_of(task, problems, roll: Rollout, shaping_coef: float = 0.0) -> Tens
     return torch.tensor(rewards)
 
 
-def grade(model: GPT, task, problems, config: Config, autocast, **cache_options) -> Tensor:
+def grade(model: GPT, task, problems, config: Config, **cache_options) -> Tensor:
     """Which of the problems greedy decoding with these cache options gets right: (n,) bool."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)  # only policy=random draws from it
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(0)  # only policy=random draws from it
     right = []
     for i in range(0, len(problems), 256):
         batch = problems[i : i + 256]
         prompts = [task.tokenizer.prompt(problem.prompt) for problem in batch]
         how = {"eos_ids": task.tokenizer.eos_ids, "temperature": 0, "generator": generator}
-        with autocast:
+        with autocast(config, device):
             roll = rollout(model, prompts, 1, config.max_new_tokens, **how, **cache_options)
         right.append(rewards_of(task, batch, roll) == 1)
     return torch.cat(right)
 
 
-def evaluate(model: GPT, task, config: Config, autocast) -> dict[str, float]:
+def evaluate(model: GPT, task, config: Config) -> dict[str, float]:
     """Greedy accuracy on the same eval_problems for every run, decoding with the dense and the compressed cache."""
     rng = random.Random("eval")
     most = config.block_size - config.max_new_tokens
     problems = draw_problems(task, rng, "eval", config.eval_problems, most)
     views = {"dense": {}, "compressed": {key: getattr(config, key) for key in CACHE_KEYS}}
-    return {
-        name: grade(model, task, problems, config, autocast, **cache).float().mean().item()
-        for name, cache in views.items()
-    }
+    return {name: grade(model, task, problems, config, **cache).float().mean().item() for name, cache in views.items()}
 
 
 def adam_variance(optimizer: torch.optim.AdamW) -> float:
@@ -509,8 +532,8 @@ def adam_variance(optimizer: torch.optim.AdamW) -> float:
         for state in (optimizer.state[p] for p in group["params"] if p in optimizer.state):
             m = state["exp_avg"] / (1 - beta1 ** state["step"])
             v = state["exp_avg_sq"] / (1 - beta2 ** state["step"])
-            total += (v.sum() - m.square().sum()).item()
-    return total
+            total = total + (v.sum() - m.square().sum())
+    return float(total)
 
 
 def draw_curves(out_dir: Path) -> None:
@@ -535,13 +558,132 @@ def draw_curves(out_dir: Path) -> None:
 # The loop
 
 
-def over_ranks(values: dict[str, float], device: torch.device, largest: bool = False) -> dict[str, float]:
-    """Each value added up over all processes, or the largest of them."""
-    if WORLD == 1:
-        return values
-    packed = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
-    dist.all_reduce(packed, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+def over_ranks(values: dict[str, float | Tensor], device: torch.device) -> dict[str, float]:
+    """Each value added up over all processes; of those called ..._max the largest. One wait for the device."""
+    packed = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values()])
+    if WORLD > 1:
+        most = packed.clone()
+        dist.all_reduce(packed)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        largest = torch.tensor([name.endswith("_max") for name in values], device=device)
+        packed = torch.where(largest, most, packed)
     return dict(zip(values, packed.tolist(), strict=True))
+
+
+def collect(total: dict, more: dict) -> None:
+    """Add statistics (0-dim tensors, so that nobody waits for the device) to `total`; ..._max keeps the largest."""
+    for name, value in more.items():
+        if name not in total:
+            total[name] = value
+        else:
+            total[name] = torch.maximum(total[name], value) if name.endswith("_max") else total[name] + value
+
+
+def autocast(config: Config, device: torch.device):
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
+
+
+def states_of(body: Callable, batch: Rollout, masked: bool, config: Config) -> Tensor:
+    """Hidden states (n,C) that predict the n response tokens of a batch, row by row; body: a model's `hidden`.
+
+    The last token is not fed, as in the sampler.
+    """
+    with autocast(config, batch.tokens.device):
+        if config.share_prompts:
+            shared = SharedPrompts(batch, masked)
+            return body(shared.tokens, cache=shared)
+        x = body(batch.tokens[:, :-1], batch.evicted_at[..., :-1] if masked else None)  # (b, T-1, C)
+        return x[batch.response_mask[:, 1:]]
+
+
+def logits_of(net: GPT, states: Tensor, config: Config) -> Tensor:
+    with autocast(config, states.device):
+        return net.head(states)  # (n, V)
+
+
+@torch.no_grad()
+def score(model: GPT, teacher: GPT | None, roll: Rollout, config: Config) -> tuple[Tensor, Tensor, dict]:
+    """What the weights that sampled, under the learner's view, and the teacher say of a rollout.
+
+    Returns the student's logp (B,T-1), the advantages of distillation (B,T-1), 0 without any, and statistics. A state
+    is scored with the student that sampled; the teacher sees everything.
+    """
+    mask = roll.response_mask[:, 1:]  # (B, T-1)
+    logp, opd = torch.zeros(2, *mask.shape, device=mask.device)  # (B, T-1) each
+    stats = {}
+    for rows in torch.arange(len(mask), device=mask.device).split(config.micro_batch_size):
+        batch = roll.select(rows)
+        m = batch.response_mask[:, 1:]  # (b, t)
+        columns = [
+            batch.tokens[:, 1:][m],
+            states_of(model.hidden, batch, config.method == "smd", config),
+        ]  # (n,), (n, C)
+        if teacher:
+            columns.append(states_of(teacher.hidden, batch, masked=False, config=config))
+        new_logp, new_opd = [], []
+        for targets, states, *tutor_states in zip(*(c.split(config.head_chunk) for c in columns), strict=True):
+            student = logits_of(model, states, config)  # (c, V)
+            new_logp.append(losses.token_logprobs(student, targets, config.temperature))
+            if teacher:
+                tutor = logits_of(teacher, tutor_states[0], config)  # (c, V)
+                collect(stats, {"opd_kl": losses.reverse_kl(student, tutor, temperature=config.temperature).sum()})
+                if config.opd in OPD:
+                    new_opd.append(OPD[config.opd](student, tutor, targets, states, config))
+        for x, new in ((logp, new_logp), (opd, new_opd)):
+            if new:
+                x[rows[0] : rows[-1] + 1, : m.shape[1]][m] = torch.cat(new)
+    if config.opd == "mean":
+        total = over_ranks({"r": opd.sum(), "tokens": mask.sum()}, mask.device)
+        opd = (opd - losses.other_rows_mean(opd, mask, total["r"], total["tokens"])) * mask
+    if teacher:
+        stats |= {"opd_adv": opd.sum(), "opd_adv_sq": opd.square().sum()}
+    return logp, opd, stats
+
+
+def add_gradients(
+    model: GPT, learner: Callable, teacher: GPT | None, batch: Rollout, given: list[Tensor], normalizer, config: Config
+) -> dict:
+    """Forward and backward of one micro-batch; adds to the gradients of `model`, returns sums of statistics.
+
+    given: old logp, advantage and weight of the batch's n response tokens, (n,) each. learner: model.hidden, perhaps
+    compiled. normalizer: the response tokens of the whole optimiser step; all terms of the loss are sums over it.
+    """
+    masked, tau, direct = config.method == "smd", config.temperature, config.opd in DIRECT
+    track_b = masked and config.smd_lambda > 0
+    views = [states_of(learner, batch, masked, config)]  # (n, C) each
+    if track_b:
+        with torch.set_grad_enabled(config.smd_track_b == "masked_teaches_dense"):
+            views.append(states_of(learner, batch, masked=False, config=config))
+    if direct:
+        with torch.no_grad():
+            views.append(states_of(teacher.hidden, batch, masked=False, config=config))
+    # The loss is a sum over tokens, so a chunk of tokens is a micro-batch of the head: its logits (c, V) are gone
+    # before the next chunk's come, and what it owes the body is added up in leaf.grad.
+    leaves = [x.detach().requires_grad_(x.requires_grad) for x in views]
+    columns = [batch.tokens[:, 1:][batch.response_mask[:, 1:]], *given, *leaves]
+    ppo = {"clip": config.clip, "clip_high": config.clip_high or config.clip, "normalizer": normalizer}
+    smd = {"lam": config.smd_lambda, "track_b": config.smd_track_b, "temperature": tau}
+    total = {}
+    for targets, old, advantage, weight, *states in zip(*(c.split(config.head_chunk) for c in columns), strict=True):
+        logits = logits_of(model, states[0], config)  # (c, V)
+        every = torch.ones_like(targets, dtype=torch.bool)  # no padding is left among the tokens
+        if masked:
+            dense = logits_of(model, states[1], config) if track_b else None  # (c, V)
+            loss, stats = losses.smd_loss(logits, dense, targets, old, advantage, every, **ppo, **smd)
+        else:
+            logp = losses.token_logprobs(logits, targets, tau)  # (c,)
+            loss, stats = losses.grpo_loss(logp, old, advantage, every, weights=weight, **ppo)
+        if direct:
+            k = config.opd_topk if config.opd == "topk_kl" else 0
+            kl = losses.reverse_kl(logits, logits_of(teacher, states[-1], config), temperature=tau, k=k).sum()
+            loss = loss + config.opd_coef * kl / normalizer
+        loss.backward()
+        with torch.no_grad():
+            collect(total, stats | {"entropy": losses.entropy(logits, tau).sum(), "loss": loss.detach()})
+    for x, leaf in zip(views, leaves, strict=True):
+        if x.requires_grad:
+            x.backward(leaf.grad)
+    return total
 
 
 def train(config: Config, stop: list | None = None) -> dict:
@@ -556,10 +698,8 @@ def train(config: Config, stop: list | None = None) -> dict:
         dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(hours=2))
         if use_cuda:
             torch.cuda.set_device(device)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
     task, out_dir = load_task(config.task, config.tokenizer), Path(config.out_dir)
-    tok, tau = task.tokenizer, config.temperature
-    masked = config.method == "smd"  # the student's view: what the sampler saw, or everything
+    tok = task.tokenizer
     cache_options = {} if config.method == "dense" else {key: getattr(config, key) for key in CACHE_KEYS}
     rng = random.Random(f"problems {config.seed}")
     generator = torch.Generator(device).manual_seed(config.seed + RANK)  # sampling, random eviction, the order of rows
@@ -575,7 +715,7 @@ def train(config: Config, stop: list | None = None) -> dict:
     model.recompute = config.recompute
     learner = torch.compile(model.hidden, dynamic=True) if config.compile else model.hidden
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
+        model.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
     )
     summary = {"config": vars(config), "seed": config.seed, "parameters": sum(p.numel() for p in model.parameters())}
     summary |= {"gap_max": 0.0, "skipped_steps": 0, "bad_steps_in_a_row": 0, "seconds": 0.0}
@@ -596,7 +736,7 @@ def train(config: Config, stop: list | None = None) -> dict:
     seconds_before = summary["seconds"]
 
     def run_eval(when: str) -> dict:
-        accuracy = evaluate(model, task, config, autocast)
+        accuracy = evaluate(model, task, config)
         tqdm.write(f"eval {when}: " + ", ".join(f"{view} {right:.3f}" for view, right in accuracy.items()))
         return accuracy
 
@@ -612,22 +752,6 @@ def train(config: Config, stop: list | None = None) -> dict:
         state |= {"generators": torch.stack(states).cpu(), "config": vars(config), "summary": summary}
         state |= {"gpt": dataclasses.asdict(model.config), "vocabulary": vocabulary_digest(tok)}
         save_checkpoint(out_dir / "ckpt.pt", **state)
-
-    def hidden_of(body, batch: Rollout, masked: bool) -> Tensor:
-        """Hidden states (n,C) that predict the n response tokens of a batch, row by row.
-
-        The last token is not fed, as in the sampler.
-        """
-        with autocast:
-            if config.share_prompts:
-                shared = SharedPrompts(batch, masked)
-                return body(shared.tokens, cache=shared)
-            x = body(batch.tokens[:, :-1], batch.evicted_at[..., :-1] if masked else None)  # (b, T-1, C)
-            return x[batch.response_mask[:, 1:]]
-
-    def logits_of(net: GPT, x: Tensor) -> Tensor:
-        with autocast:
-            return net.head(x)  # (n, V)
 
     if config.eval_only:
         return summary | {"eval": {"only": run_eval("only")}}
@@ -645,17 +769,10 @@ def train(config: Config, stop: list | None = None) -> dict:
         # 1. Roll out: G samples of each prompt, with what each query saw on record.
         most = config.block_size - config.max_new_tokens
         problems = draw_problems(task, rng, "train", config.prompts_per_step, most)[RANK::WORLD]
-        with autocast:
-            roll = rollout(
-                model,
-                [tok.prompt(problem.prompt) for problem in problems],
-                config.group_size,
-                config.max_new_tokens,
-                eos_ids=tok.eos_ids,
-                temperature=tau,
-                generator=generator,
-                **cache_options,
-            )
+        prompts = [tok.prompt(problem.prompt) for problem in problems]
+        how = {"eos_ids": tok.eos_ids, "temperature": config.temperature, "generator": generator}
+        with autocast(config, device):
+            roll = rollout(model, prompts, config.group_size, config.max_new_tokens, **how, **cache_options)
         B, T = roll.tokens.shape
         mask, sampler_logp = roll.response_mask[:, 1:], roll.logp[:, 1:]  # (B, T-1) aligned with the logits
         clock.append(time.perf_counter())
@@ -666,135 +783,65 @@ def train(config: Config, stop: list | None = None) -> dict:
         advantages = advantages[:, None].expand(B, T - 1)  # (B, T-1)
 
         # What is reported of a step: sums over tokens and rows, and largest values, of all processes together.
-        sums = {"tokens": mask.sum().item(), "rows": B, "reward": rewards.sum().item()}
-        sums |= {"finished": roll.finished.sum().item(), "stop": len(stop), "gap_sum": 0.0, "loss": 0.0}
-        peaks = {"gap_max": 0.0, "ratio_max": 0.0, "grad_norm": 0.0}
+        stats = {"tokens": mask.sum(), "rows": B, "reward": rewards.sum(), "finished": roll.finished.sum()}
+        stats |= {"kv_bytes": roll.kv_bytes, "kv_bytes_dense": roll.kv_bytes_dense, "policy_bytes": roll.policy_bytes}
+        stats |= {"stop": len(stop)}
 
         # 4. Score the rollout before the weights move: the full view's old policy, the teacher's opinion.
-        old_logp, weights = sampler_logp, None
+        old_logp, weights = sampler_logp, torch.ones_like(sampler_logp)
         if config.method in RESCORED or teacher:
-            student_logp, opd_advantages = torch.zeros(2, B, T - 1, device=device)  # (B, T-1) each
-            sums["opd_kl"] = 0.0
-            for rows in torch.arange(B, device=device).split(config.micro_batch_size):
-                with torch.no_grad():
-                    batch = roll.select(rows)
-                    m = batch.response_mask[:, 1:]  # (b, t)
-                    columns = [batch.tokens[:, 1:][m], hidden_of(model.hidden, batch, masked)]  # (n,), (n, C)
-                    if teacher:
-                        columns.append(hidden_of(teacher.hidden, batch, masked=False))  # the teacher sees everything
-                    logp, opd = [], []
-                    for targets, *hidden in zip(*(c.split(config.head_chunk) for c in columns), strict=True):
-                        student = logits_of(model, hidden[0])  # (c, V)
-                        logp.append(losses.token_logprobs(student, targets, tau))
-                        if teacher:
-                            tutor = logits_of(teacher, hidden[1])  # (c, V)
-                            sums["opd_kl"] += losses.reverse_kl(student, tutor, temperature=tau).sum().item()
-                            how = {"baseline": OPD_BASELINES.get(config.opd, "none"), "k": config.opd_topk}
-                            one_row = student[None], tutor[None], targets[None]
-                            opd.append(losses.opd_advantages(*one_row, **how, temperature=tau)[0])
-                    at = (rows, slice(m.shape[1]))
-                    student_logp[at] = torch.zeros_like(student_logp[at]).masked_scatter(m, torch.cat(logp))
-                    if config.opd in OPD_BASELINES:
-                        opd_advantages[at] = torch.zeros_like(opd_advantages[at]).masked_scatter(m, torch.cat(opd))
-            if config.method in RESCORED:
-                old_logp = student_logp
-                gap = (old_logp - sampler_logp).abs()[mask]
-                peaks["gap_max"], sums["gap_sum"] = gap.max().item(), gap.sum().item()
-            if config.method in ("importance", "sparse_rl"):
-                mode = "sparse_rl" if config.method == "sparse_rl" else config.importance_mode
-                weights, w = losses.importance_weights(old_logp, sampler_logp, mask, mode)  # (B, T-1)
-                peaks["weight_max"] = w.pop("weight_max").item()
-                del w["rows"]
-                sums |= {name: value.item() for name, value in w.items()}
-            if teacher:
-                if config.opd == "mean":
-                    r = opd_advantages
-                    total = over_ranks({"r": r.sum().item(), "tokens": mask.sum().item()}, device)
-                    mean = losses.other_rows_mean(r, mask, total["r"], total["tokens"])  # (B, 1)
-                    opd_advantages = (r - mean) * mask
-                advantages = advantages + config.opd_coef * opd_advantages
-                sums |= {"opd_adv": opd_advantages.sum().item(), "opd_adv_sq": opd_advantages.square().sum().item()}
+            student_logp, opd_advantages, more = score(model, teacher, roll, config)
+            advantages = advantages + config.opd_coef * opd_advantages
+            collect(stats, more)
+        if config.method in RESCORED:
+            old_logp = student_logp
+            gap = (old_logp - sampler_logp).abs()[mask]
+            stats |= {"gap_max": gap.max(), "gap_sum": gap.sum()}
+        if config.method in ("importance", "sparse_rl"):
+            mode = "sparse_rl" if config.method == "sparse_rl" else config.importance_mode
+            weights, more = losses.importance_weights(old_logp, sampler_logp, mask, mode)  # (B, T-1)
+            del more["rows"]
+            collect(stats, more)
+        clock.append(time.perf_counter())
 
         # 5. Loss: micro-batches add up under one normaliser, the response tokens of the optimiser step.
-        clock.append(time.perf_counter())
         order = torch.arange(B, device=device)
         if config.updates_per_rollout > 1:
             order = torch.randperm(B, generator=generator, device=device)
         for update, update_rows in enumerate(order.chunk(config.updates_per_rollout)):
-            share = {"tokens": mask[update_rows].sum().item(), "live": 1.0, "live_sum": 1.0}
-            if weights is not None:
-                live = weights[update_rows]  # (b, T-1)
-                share |= {"live": (live > 0).sum().item(), "live_sum": live.sum().item()}
+            live = weights[update_rows] * mask[update_rows]  # (b, T-1)
+            share = {"tokens": mask[update_rows].sum(), "live": (live > 0).sum(), "live_sum": live.sum()}
             share = over_ranks(share, device)
-            normalizer = share["tokens"]
             if config.method == "sparse_rl":  # their mean over the unvetoed tokens of the optimiser step becomes 1
-                weights[update_rows] = live * (share["live"] / max(share["live_sum"], 1e-12))
+                weights[update_rows] *= share["live"] / max(share["live_sum"], 1e-12)
             optimizer.zero_grad(set_to_none=True)
             for rows in update_rows.split(config.micro_batch_size):
                 batch = roll.select(rows)
                 m = batch.response_mask[:, 1:]  # (b, t)
-                at = (rows, slice(m.shape[1]))
-                columns = [batch.tokens[:, 1:][m], old_logp[at][m], advantages[at][m]]  # (n,) each
-                columns.append(torch.ones_like(columns[1]) if weights is None else weights[at][m])
-                views = [hidden_of(learner, batch, masked)]  # (n, C) each
-                if config.smd_lambda > 0 and masked:
-                    with torch.set_grad_enabled(config.smd_track_b == "masked_teaches_dense"):
-                        views.append(hidden_of(learner, batch, masked=False))
-                if config.opd in ("full", "topk_kl"):
-                    with torch.no_grad():
-                        views.append(hidden_of(teacher.hidden, batch, masked=False))
-                # The loss is a sum over tokens, so a chunk of tokens is a micro-batch of the head: its logits (c, V)
-                # are gone before the next chunk's come, and what it owes the body is added up in leaf.grad.
-                leaves = [x.detach().requires_grad_(x.requires_grad) for x in views]
-                for chunk in zip(*(c.split(config.head_chunk) for c in columns + leaves), strict=True):
-                    targets, old, advantage, weight, *hidden = chunk  # (c,) each, (c, C) each
-                    logits = logits_of(model, hidden[0])  # (c, V)
-                    every = torch.ones_like(targets, dtype=torch.bool)  # no padding is left among the tokens
-                    ppo = {"clip": config.clip, "clip_high": config.clip_high or config.clip, "normalizer": normalizer}
-                    if masked:
-                        dense = logits_of(model, hidden[1]) if config.smd_lambda > 0 else None  # (c, V)
-                        ppo |= {"lam": config.smd_lambda, "track_b": config.smd_track_b, "temperature": tau}
-                        loss, stats = losses.smd_loss(logits, dense, targets, old, advantage, every, **ppo)
-                    else:
-                        logp = losses.token_logprobs(logits, targets, tau)  # (c,)
-                        loss, stats = losses.grpo_loss(logp, old, advantage, every, weights=weight, **ppo)
-                    if config.opd in ("full", "topk_kl"):
-                        k = config.opd_topk if config.opd == "topk_kl" else 0
-                        kl = losses.reverse_kl(logits, logits_of(teacher, hidden[-1]), temperature=tau, k=k).sum()
-                        loss = loss + config.opd_coef * kl / normalizer
-                    loss.backward()
-                    with torch.no_grad():
-                        stats |= {"entropy": losses.entropy(logits, tau).sum(), "loss": loss.detach()}
-                    stats = {name: value.item() for name, value in stats.items()}
-                    peaks["ratio_max"] = max(peaks["ratio_max"], stats.pop("ratio_max"))
-                    gap_max, gap_sum = stats.pop("gap_max"), stats.pop("gap_sum")
-                    if update == 0 and config.method not in RESCORED:  # the learner is still the one that sampled
-                        peaks["gap_max"] = max(peaks["gap_max"], gap_max)
-                        sums["gap_sum"] += gap_sum
-                    for name, value in stats.items():
-                        sums[name] = sums.get(name, 0.0) + value
-                for x, leaf in zip(views, leaves, strict=True):
-                    if x.requires_grad:
-                        x.backward(leaf.grad)
+                given = [x[rows, : m.shape[1]][m] for x in (old_logp, advantages, weights)]  # (n,) each
+                more = add_gradients(model, learner, teacher, batch, given, share["tokens"], config)
+                if update > 0 or config.method in RESCORED:  # only before the first update is it the sampler's equal
+                    del more["gap_max"], more["gap_sum"]
+                collect(stats, more)
             if WORLD > 1:
                 for p in model.parameters():
                     dist.all_reduce(p.grad)
 
             exact = config.method in ("dense", "smd") and config.dtype == "float32"
-            tolerance = 1e-4 * max(1, 1 / tau)  # logits are divided by tau, and their rounding with them
-            if step == 0 and update == 0 and exact and peaks["gap_max"] > tolerance:
+            tolerance = 1e-4 * max(1, 1 / config.temperature)  # logits are divided by it, and their rounding with them
+            if step == 0 and update == 0 and exact and stats["gap_max"] > tolerance:
                 raise Halt(
-                    f"the learner scores the sampler's tokens {peaks['gap_max']:.2e} nats off before any update, "
+                    f"the learner scores the sampler's tokens {stats['gap_max']:.2e} nats off before any update, "
                     f"{tolerance} is allowed: positions, temperature, mask or shift of the two sides differ"
                 )
 
             # 6. Step, unless something is not finite, or every sequence was vetoed (Adam's momentum would still move).
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip).item()
-            peaks["grad_norm"] = max(peaks["grad_norm"], grad_norm)
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+            collect(stats, {"grad_norm_max": grad_norm})
             why = None
             if not math.isfinite(grad_norm):  # the gradients were added up: it is the same on every process
                 why = "the gradient is not finite"
-            elif share["live"] == 0 and config.opd not in ("full", "topk_kl"):
+            elif share["live"] == 0 and config.opd not in DIRECT:
                 why = "every sequence was vetoed"
             else:
                 optimizer.step()
@@ -808,36 +855,30 @@ def train(config: Config, stop: list | None = None) -> dict:
                 )
 
         # 7. One row for the file, one line for the eye.
+        stats = over_ranks(stats, device)
         clock.append(time.perf_counter())
-        sums |= {"kv_bytes": roll.kv_bytes, "kv_bytes_dense": roll.kv_bytes_dense, "policy_bytes": roll.policy_bytes}
-        sums, peaks = over_ranks(sums, device), over_ranks(peaks, device, largest=True)
-        tokens, n = sums["tokens"], sums["rows"]
-        row = {
-            "step": step,
-            "reward": sums["reward"] / n,
-            "completion_len": tokens / n,
-            "gap_mean": sums["gap_sum"] / tokens,
-        }
-        row |= peaks | {name: int(sums[name]) for name in ("kv_bytes", "kv_bytes_dense", "policy_bytes")}
-        if weights is not None:
-            row |= {"weight_mean": sums["weight_sum"] / max(sums["weight_count"], 1), "vetoed": sums["vetoed"] / n}
-            row["ess"] = sums["seq_sum"] ** 2 / sums["seq_sq_sum"] / n
+        tokens, n = stats["tokens"], stats["rows"]
+        row = {"step": step, "reward": stats["reward"] / n, "completion_len": tokens / n}
+        row |= {"gap_mean": stats["gap_sum"] / tokens, "gap_max": stats["gap_max"], "ratio_max": stats["ratio_max"]}
+        row |= {"grad_norm": stats["grad_norm_max"]}
+        row |= {name: int(stats[name]) for name in ("kv_bytes", "kv_bytes_dense", "policy_bytes")}
+        if "seq_sum" in stats:
+            row |= {"weight_mean": stats["weight_sum"] / max(stats["weight_count"], 1)}
+            row |= {"weight_max": stats["weight_max"], "vetoed": stats["vetoed"] / n}
+            row["ess"] = stats["seq_sum"] ** 2 / stats["seq_sq_sum"] / n
         if teacher:
-            mean = sums["opd_adv"] / tokens
-            row |= {
-                "opd_kl": sums["opd_kl"] / tokens,
-                "opd_adv_std": max(sums["opd_adv_sq"] / tokens - mean**2, 0) ** 0.5,
-            }
-        row |= {"clip_frac": sums["clipped"] / tokens, "grad_var_adam": adam_variance(optimizer), "loss": sums["loss"]}
-        row |= {"kd": sums.get("kd", 0.0) / tokens, "push_down": sums["push_down"] / tokens}
-        row |= {"entropy": sums["entropy"] / tokens, "finished": sums["finished"] / n}
+            variance = stats["opd_adv_sq"] / tokens - (stats["opd_adv"] / tokens) ** 2
+            row |= {"opd_kl": stats["opd_kl"] / tokens, "opd_adv_std": max(variance, 0) ** 0.5}
+        row |= {"clip_frac": stats["clipped"] / tokens, "grad_var_adam": adam_variance(optimizer)}
+        row |= {"loss": stats["loss"], "kd": stats.get("kd", 0.0) / tokens, "push_down": stats["push_down"] / tokens}
+        row |= {"entropy": stats["entropy"] / tokens, "finished": stats["finished"] / n}
         row |= {"skipped": why} if why else {}
         row |= {"rollout_tok_s": tokens / (clock[1] - clock[0]), "learn_tok_s": tokens / (clock[-1] - clock[1])}
         row["seconds"] = clock[-1] - clock[0]
         summary["gap_max"] = max(summary["gap_max"], row["gap_max"])
         summary["kv_bytes"], summary["kv_bytes_dense"] = row["kv_bytes"], row["kv_bytes_dense"]
         done = step + 1
-        last = done == config.max_iters or sums["stop"] > 0
+        last = done == config.max_iters or stats["stop"] > 0
         if RANK == 0:
             if done == config.max_iters or (config.eval_interval and done % config.eval_interval == 0):
                 row["eval"] = summary["eval"]["after"] = run_eval(f"after step {done}")

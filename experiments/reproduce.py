@@ -80,7 +80,7 @@ def rl(decode=(), problems=2048, **options):
     final, right = {}, {}
     for budget in dict.fromkeys((0, config.prompt_budget, *decode)):
         cache = {key: getattr(config, key) for key in CACHE_KEYS} | {"prompt_budget": budget} if budget else {}
-        marks = train.grade(model, task, tests, config, contextlib.nullcontext(), **cache)
+        marks = train.grade(model, task, tests, config, **cache)
         final[str(budget)] = marks.float().mean().item()
         right[str(budget)] = f"{int(''.join('01'[int(mark)] for mark in marks), 2):x}"
     last = [row["reward"] for row in rows[-2 * BLOCK :]]
@@ -643,7 +643,7 @@ DISTIL = {
     "grad_clip": 1000.0,
     "eval_interval": 20,
 }
-SETTINGS = [o for o in train.CHOICES["opd"] if o != "off"]
+SETTINGS = [*train.OPD, *train.DIRECT]
 
 
 def step_times(repeats, **options):

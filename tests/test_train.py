@@ -141,7 +141,7 @@ def test_every_method_runs_and_logs(run, method):
     assert (rows[0]["kv_bytes"] == rows[0]["kv_bytes_dense"]) == (method == "dense")
 
 
-@pytest.mark.parametrize("opd", train.CHOICES["opd"][1:])
+@pytest.mark.parametrize("opd", [*train.OPD, *train.DIRECT])
 def test_every_distillation_runs_and_logs(run, tmp_path, opd):
     """A student of its own seed, under the mask: SMD and distillation together; the teacher is another checkpoint."""
     run("teacher", max_iters=1, seed=7)
