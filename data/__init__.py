@@ -12,7 +12,7 @@ and, if it has a closed vocabulary of its own,
 A task without a tokenizer is ordinary text, for the tokenizer of a pretrained model (data/tokenizer.py). Both kinds of
 tokenizer have encode(text) -> ids, prompt(text) -> ids, decode(ids) -> text, vocab_size and eos_ids.
 
-Copy `data/recall.py` to add one: `python train.py --task=NAME` imports `data.NAME`.
+`python train.py --task=NAME` imports `data.NAME`, or a dotted path such as examples.sort, the one to copy.
 """
 
 import re

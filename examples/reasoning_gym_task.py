@@ -1,7 +1,6 @@
 """Any of reasoning-gym's hundred procedural tasks behind this project's interface (pip install reasoning-gym).
 
-    cp examples/reasoning_gym_task.py data/
-    REASONING_GYM=number_sorting python train.py --task=reasoning_gym_task --init_from=MODEL_FOLDER
+    REASONING_GYM=number_sorting python train.py --task=examples.reasoning_gym_task --init_from=MODEL_FOLDER
 
 Its verifiers give partial credit, even for an empty answer: only a score of exactly 1 counts here. An answer longer
 than LONGEST, or with a power or factorial that a verifier might evaluate, is wrong.
