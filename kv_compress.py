@@ -206,8 +206,9 @@ class KVCache:
         # Lengths are known on the host, so the decode loop never has to ask the device how full a row is.
         self.min_keep, self.max_keep = min(keep), max(keep)
         self.step = -2  # -1: the prompts are being fed, i: the i-th response token is
-        self.prompt_len = torch.tensor(prompt_lens, device=device)  # (N,)
-        self.keep = torch.tensor(keep, device=device)  # (N,)
+        # Of each prompt: its length, and how many of its keys survive; then the same of each row.
+        self.lens, self.keeps = torch.tensor(prompt_lens, device=device), torch.tensor(keep, device=device)  # (N,)
+        self.prompt_len, self.keep = (x.repeat_interleave(group_size) for x in (self.lens, self.keeps))  # (B,)
 
         stats_dtype = torch.promote_types(dtype, torch.float32)
 
@@ -216,11 +217,12 @@ class KVCache:
 
         self.k = allocate(L, B, nkv, S, hs, dtype=dtype)  # zeros: a free slot is masked, but 0 * NaN would be NaN
         self.v = allocate(L, B, nkv, S, hs, dtype=dtype)
-        self.filled = allocate(B, S, fill=False, dtype=torch.bool)
+        self.filled = torch.arange(S, device=device) < self.keep[:, None]  # (B, S)
         record = allocate(L, B, nkv, P + max_new_tokens + 1, fill=NEVER, dtype=torch.int32)
         self.record, self.evicted_at = record, record[..., :-1]  # the last column is for victims that are none
         self.active = allocate(B, fill=True, dtype=torch.bool)
-        self.rows, self.heads = torch.arange(B, device=device)[:, None], torch.arange(nkv, device=device)[None]
+        self.rows = torch.arange(B, device=device)  # (B,) which row of the rollout each row of the cache is
+        self.heads = torch.arange(nkv, device=device)[None]  # (1, nkv)
         # What only the choice of victims needs: of every slot, and the last W queries (query i stands at (i - P) % W).
         needs, self.W = self.score_fn.needs if self.evicts else (), max(recent, 1)
         self.pos = allocate(L, B, nkv, S, fill=-1, dtype=torch.int32) if self.evicts else None
@@ -247,10 +249,6 @@ class KVCache:
             return torch.arange(T, device=self.k.device)[None]
         if T != 1:
             raise ValueError(f"{T} tokens a row after the prompts: a cache takes one at a time")
-        if self.step == 0:  # from here on every row stands for itself, no longer for its prompt
-            self.prompt_len = self.prompt_len.repeat_interleave(self.G)  # (B,)
-            self.keep = self.keep.repeat_interleave(self.G)  # (B,)
-            self.filled[:] = torch.arange(self.S, device=self.k.device) < self.keep[:, None]
         self.t = self.prompt_len + self.step  # (B,) position of the token being fed
         self.late = self.step - (self.S - self.max_keep)  # tokens since the columns behind the longest prompt ran out
         self.column = self.max_keep + self.step if self.late < 0 else None
@@ -268,13 +266,23 @@ class KVCache:
         self.seen = self.filled[:, None, None, : self.max_keep + self.step + 1] if ragged else None
         return self.t[:, None]
 
+    def keep_rows(self, kept: Tensor) -> None:
+        """Go on with the given rows (n,) alone: what they own moves to the front, in the storage that is there."""
+        for name in ("k", "v", "pos", "scores", "total_attn", "noise", "ring"):
+            if (x := getattr(self, name)) is not None:
+                for layer in x:
+                    layer[: len(kept)] = layer[kept]
+                setattr(self, name, x[:, : len(kept)])
+        for name in ("prompt_len", "keep", "filled", "active", "rows"):
+            setattr(self, name, getattr(self, name)[kept])
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v (B,nkv,T,hs), attend with q (B,nh,T,hs); returns (B,nh,T,hs). During the prompts B is N."""
         return self._prefill(layer, q, k, v) if self.step == -1 else self._decode(layer, q, k, v)
 
     def last(self, x: Tensor) -> Tensor:
         """The hidden states (B,1,C) of each row's last token, from x (B,T,C) of the current forward."""
-        return x if self.step >= 0 else x[torch.arange(len(x), device=x.device), self.prompt_len - 1][:, None]
+        return x if self.step >= 0 else x[torch.arange(len(x), device=x.device), self.lens - 1][:, None]
 
     def _window_attn(self, ring: Tensor, ring_pos: Tensor, k: Tensor, k_pos: Tensor) -> Tensor:
         """Attention that the queries of a ring (B,nh,W,hs) at ring_pos (B,W) give to each key: (B,nkv,S)."""
@@ -296,7 +304,7 @@ class KVCache:
         at P - 1, so its evicted_at is P.
         """
         (N, nkv, P, hs), W, K = k.shape, self.W, self.max_keep
-        length = self.prompt_len[:, None]  # (N, 1)
+        length = self.lens[:, None]  # (N, 1)
         pos = torch.arange(P, device=k.device).expand(N, P)
         pos = pos.masked_fill(pos >= length, -1)  # (N, P) padding is no key and no query
         view = LayerView(k, pos[:, None].expand(N, nkv, P))
@@ -318,9 +326,9 @@ class KVCache:
                 view.window_attn = torch.where(in_window, attn, pooled)
 
         scores = self.score_fn(view) if self.compress_prompt else torch.zeros_like(view.pos, dtype=torch.float32)
-        scores = self._protect(scores, view.pos, self.prompt_len - 1).masked_fill(view.pos < 0, -torch.inf)
+        scores = self._protect(scores, view.pos, self.lens - 1).masked_fill(view.pos < 0, -torch.inf)
         kept = scores.argsort(dim=-1, descending=True, stable=True)[..., :K]  # (N, nkv, K) best first
-        beyond = torch.arange(K, device=k.device) >= self.keep[:, None, None]  # a shorter row keeps fewer
+        beyond = torch.arange(K, device=k.device) >= self.keeps[:, None, None]  # a shorter prompt keeps fewer
         kept = kept.masked_fill(beyond, P).sort(dim=-1).values  # in prompt order; P marks a slot that stays free
         index = kept.clamp(max=P - 1)
         for slots, prompt in ((self.k, k), (self.v, v)):
@@ -354,9 +362,9 @@ class KVCache:
             if self.column is None:
                 victim = self._protect(scores, pos, self.t - 1).argmin(-1)  # (B, nkv)
                 slot = torch.where(self.full[:, None], victim, self.free[:, None])  # (B, nkv)
-                at = (self.rows, self.heads, slot)
+                at = (torch.arange(B, device=k.device)[:, None], self.heads, slot)
                 # A free slot has the position -1: its "victim" goes to the last column of the record.
-                self.record[layer][self.rows, self.heads, pos[at].long()] = self.noted
+                self.record[layer][self.rows[:, None], self.heads, pos[at].long()] = self.noted
             pos[at] = self.t[:, None].int()
             scores[at] = torch.inf  # unknown until the next refresh; a scored key is always left to evict
 
@@ -517,30 +525,40 @@ def rollout(
     padded = padded.to(device)
     prompt_len = torch.tensor(lens, device=device).repeat_interleave(G)  # (B,)
     length = prompt_len.clone()
-    eos, sampled, sampled_logp = torch.tensor(list(eos_ids), device=device), [], []
+    eos = torch.tensor(list(eos_ids), device=device)
+    sampled = torch.zeros(B, max_new_tokens, dtype=torch.int64, device=device)
+    sampled_logp, finished = torch.zeros(sampled.shape, device=device), torch.zeros_like(length, dtype=torch.bool)
 
     logits = model(padded, cache=cache).repeat_interleave(G, dim=0)  # (B, 1, V): one prefill a prompt
     for step in range(max_new_tokens):
         logits = logits[:, -1].to(torch.promote_types(logits.dtype, torch.float32))
-        all_logp = torch.log_softmax(logits / (temperature or 1.0), dim=-1)  # (B, V)
+        all_logp = torch.log_softmax(logits / (temperature or 1.0), dim=-1)  # (n, V) of the n rows still in the cache
         if temperature == 0:
-            token = all_logp.argmax(-1)  # (B,)
+            token = all_logp.argmax(-1)  # (n,)
         else:
             token = torch.multinomial(all_logp.exp(), 1, generator=generator).squeeze(1)
         token = token.masked_fill(~cache.active, 0)  # a row that has ended is padded
-        sampled.append(token)
-        sampled_logp.append(all_logp.gather(1, token[:, None]).squeeze(1).float() * cache.active)
-        length += cache.active
+        sampled[cache.rows, step] = token
+        sampled_logp[cache.rows, step] = all_logp.gather(1, token[:, None]).squeeze(1).float() * cache.active
+        length[cache.rows] += cache.active
         if on_token is not None:
-            on_token(token)
+            on_token(sampled[:, step])
         cache.active &= ~torch.isin(token, eos)
-        if step + 1 == max_new_tokens or not cache.active.any():
+        finished[cache.rows] = ~cache.active
+        if step + 1 == max_new_tokens:
             break  # the last sampled token is never fed, so it evicts nothing
-        logits = model(token[:, None], cache=cache)  # (B, 1, V)
+        if device.type == "cpu" or step % 16 == 15:  # the host would have to wait for another device
+            left = cache.active.nonzero().squeeze(1)  # (n,)
+            if len(left) == 0:
+                break
+            if device.type == "cpu" and len(left) <= 0.75 * len(token):  # here, fewer rows are less work
+                cache.keep_rows(left)
+                token = token[left]
+        logits = model(token[:, None], cache=cache)  # (n, 1, V)
 
-    at = prompt_len[:, None] + torch.arange(len(sampled), device=device)  # (B, R)
-    tokens = F.pad(padded.repeat_interleave(G, dim=0), (0, max_new_tokens)).scatter(1, at, torch.stack(sampled, dim=1))
-    logp = torch.zeros(tokens.shape, device=device).scatter(1, at, torch.stack(sampled_logp, dim=1))  # (B, P + new)
+    at = prompt_len[:, None] + torch.arange(max_new_tokens, device=device)  # (B, R)
+    tokens = F.pad(padded.repeat_interleave(G, dim=0), (0, max_new_tokens)).scatter(1, at, sampled)  # (B, P + R)
+    logp = torch.zeros(tokens.shape, device=device).scatter(1, at, sampled_logp)  # (B, P + R)
     T = int(length.max())
     position = torch.arange(T, device=device)
     real = position < length[:, None]  # (B, T)
@@ -550,7 +568,7 @@ def rollout(
         prompt_len=prompt_len,
         length=length,
         response_mask=real & (position >= prompt_len[:, None]),
-        finished=~cache.active,
+        finished=finished,
         logp=logp[:, :T],
         evicted_at=cache.evicted_at[..., :T].masked_fill(~real[:, None], 0),  # padding is evicted before it is born
         kv_bytes=cache.kv_bytes,
