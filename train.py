@@ -6,8 +6,8 @@
     python train.py --help                               every key with its meaning
     torchrun --nproc_per_node=2 train.py                 the same job on several processes, one GPU or CPU core each
 
-How to read it: `Config`, then `train`, whose loop has seven numbered steps; everything else here is reading options and
-writing files.
+How to read it: `Config`, then `train`, whose loop has seven numbered steps, with `score` (step 4) and `add_gradients`
+(step 5) before it; everything else here is reading options and writing files.
 
 Simplifications: no KL to a reference policy, no entropy bonus, no learning-rate schedule; every sampled token is used
 for one optimiser step (updates_per_rollout splits the rollout, it does not repeat it).
@@ -140,20 +140,16 @@ RESCORED = ("naive", "importance", "sparse_rl")  # their old policy is not the s
 DIRECT = ("full", "topk_kl")  # opd without sampled advantages: the KL itself is a loss
 
 
-def opd_with(baseline: str) -> Callable:
-    """An entry of OPD: r - baseline, from losses.opd_advantages."""
-
-    def advantages(student: Tensor, tutor: Tensor, targets: Tensor, states: Tensor, config: Config) -> Tensor:
-        how = {"baseline": baseline, "k": config.opd_topk, "temperature": config.temperature}
-        return losses.opd_advantages(student[None], tutor[None], targets[None], **how)[0]
-
-    return advantages
+def opd_advantages(baseline: str, student: Tensor, tutor: Tensor, targets: Tensor, states: Tensor, config: Config):
+    """losses.opd_advantages of c tokens, as an entry of OPD."""
+    how = {"baseline": baseline, "k": config.opd_topk, "temperature": config.temperature}
+    return losses.opd_advantages(student[None], tutor[None], targets[None], **how)[0]  # (c,)
 
 
 # opd -> what multiplies grad log pi of c sampled tokens, (c,), from the logits (c,V) of student and teacher, the tokens
 # (c,) and the student's states (c,C). examples/critic.py adds one. `mean` gets its baseline after the whole rollout.
-OPD = {name: opd_with(b) for name, b in (("sampled", "none"), ("mean", "none"), ("vopd", "value"))}
-OPD["vopd_optimal"] = opd_with("optimal")
+BASELINES = {"sampled": "none", "mean": "none", "vopd": "value", "vopd_optimal": "optimal"}
+OPD = {name: functools.partial(opd_advantages, baseline) for name, baseline in BASELINES.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

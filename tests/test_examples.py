@@ -38,6 +38,7 @@ def run(tmp_path, *command):
     return [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_policy_trains_and_evicts_for_all_heads_alike(tmp_path):
     rows = run(tmp_path, "-m", "examples.tova", "--kv_budget=20")
     assert len(rows) == 3 and all(row["gap_max"] < 1e-4 for row in rows)
@@ -50,6 +51,7 @@ def test_the_policy_trains_and_evicts_for_all_heads_alike(tmp_path):
     assert (r.evicted_at != NEVER).any() and (r.evicted_at == r.evicted_at[:, :, :1]).all()
 
 
+@pytest.mark.slow
 def test_the_task_trains(tmp_path):
     assert len(run(tmp_path, "train.py", "--task=examples.sort", "--share_prompts=false")) == 3
     from examples import sort
@@ -69,6 +71,7 @@ def test_a_task_that_is_not_there_is_named(tmp_path):
             train.load_task(name)
 
 
+@pytest.mark.slow
 def test_the_critic_trains_and_learns_what_a_linear_function_can(tmp_path):
     (tmp_path / "teacher.toml").write_text('task = "spellings_teacher"\nwarm_iters = 5\nwarm_batch_size = 4\n')
     rows = run(tmp_path, "-m", "examples.critic", "config/vopd.toml", f"--teacher={tmp_path / 'teacher.toml'}")
