@@ -122,7 +122,7 @@ def check_options(
     sinks: int = 4,
     recent: int = 8,
     pool: int = 5,
-    interval: int = 1,
+    interval: int = 4,
 ) -> None:
     """Raise ValueError, naming the value and what is allowed, unless a KVCache can be built with these options."""
     if policy not in POLICIES:
@@ -182,7 +182,7 @@ class KVCache:
         sinks: int = 4,
         recent: int = 8,
         pool: int = 5,
-        interval: int = 1,
+        interval: int = 4,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         generator: torch.Generator | None = None,

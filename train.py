@@ -104,7 +104,7 @@ class Config:
     sinks: int = 1  # first positions that are never evicted
     recent: int = 5  # newest keys that are never evicted, and the window of snapkv and rkv
     pool: int = 1  # neighbours over which the prompt's window attention is averaged
-    interval: int = 1  # tokens between two refreshes of the policy's scores
+    interval: int = 4  # tokens between two refreshes of the scores while decoding; newer keys stay until the next
     # shadow mask distillation: Track A is on with method=smd, Track B with smd_lambda > 0
     smd_lambda: float = 0.0  # the paper's value is 0.1; at toy scale it did not help
     smd_track_b: str = "dense_teaches_masked"  # or masked_teaches_dense, what the authors' public code does

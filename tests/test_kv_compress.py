@@ -451,7 +451,7 @@ def test_window_attention_by_hand(monkeypatch):
     """
     shown = spy(monkeypatch, "window_attn")
     config = SimpleNamespace(n_layer=1, n_head=2, n_kv_head=1, head_dim=2)
-    options = dict(policy="spy", kv_budget=3, sinks=0, recent=2, pool=3, device=DEVICE)
+    options = dict(policy="spy", kv_budget=3, sinks=0, recent=2, pool=3, interval=1, device=DEVICE)
     cache = KVCache(config, [5, 3, 1], 1, 3, **options)
     w = torch.tensor([[4, 1, 1, 2, 2], [4, 1, 1, 1e9, 1e9], [4, 1e9, 1e9, 1e9, 1e9]], device=DEVICE)
     q = torch.tensor([[math.sqrt(2), 0], [0, 0]], device=DEVICE)[None, :, None]  # over sqrt(hs): A reads log w, B 0
@@ -472,7 +472,7 @@ def test_total_attention_by_hand(monkeypatch):
     shown = spy(monkeypatch, "total_attn")
     config = SimpleNamespace(n_layer=1, n_head=2, n_kv_head=1, head_dim=2)
     kind = dict(dtype=torch.float64, device=DEVICE)
-    cache = KVCache(config, [3], 1, 4, policy="spy", kv_budget=3, sinks=0, recent=0, **kind)
+    cache = KVCache(config, [3], 1, 4, policy="spy", kv_budget=3, sinks=0, recent=0, interval=1, **kind)
     for T in (3, 1, 1, 1):
         feed(cache, torch.ones(1, 2, T, 2, **kind), torch.zeros(1, T, 2, **kind))
     expected = [[11 / 6, 5 / 6, 2 / 6], [13 / 6, 7 / 6, 2 / 6], [15 / 6, 9 / 6, 2 / 6]]  # a new key starts from 0
