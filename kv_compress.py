@@ -250,6 +250,7 @@ class KVCache:
         if T != 1:
             raise ValueError(f"{T} tokens a row after the prompts: a cache takes one at a time")
         self.t = self.prompt_len + self.step  # (B,) position of the token being fed
+        self.now = self.t.int()[:, None]  # (B, 1) the same, as it is recorded
         self.late = self.step - (self.S - self.max_keep)  # tokens since the columns behind the longest prompt ran out
         self.column = self.max_keep + self.step if self.late < 0 else None
         if self.late < 0:
@@ -258,7 +259,8 @@ class KVCache:
             self.free = self.keep + self.late  # (B,) the slot to fill, if it is one that the row's prompt left free
             self.full = self.free >= self.max_keep  # (B,)
             self.filled.scatter_(1, self.free.clamp(max=self.S - 1)[:, None], True)
-            self.noted = self.t.masked_fill(~self.active, NEVER).int()[:, None]  # (B, 1) evicted_at of a victim
+            self.index = torch.arange(len(self.t), device=self.t.device)[:, None]  # (B, 1)
+            self.noted = self.now.masked_fill(~self.active[:, None], NEVER)  # (B, 1) evicted_at of a victim
         if self.ring is not None:
             age = (self.step - 1 - torch.arange(self.W, device=self.k.device)) % self.W
             self.ring_pos = (self.t[:, None] - 1 - age).clamp(min=-1)  # (B, W) -1 before the first query
@@ -350,9 +352,7 @@ class KVCache:
         at = (slice(None), slice(None), self.column)  # the slots of this token: [at] is (B, nkv, ...)
         if self.evicts:
             pos, scores = self.pos[layer], self.scores[layer]
-            if (
-                self.late + self.interval > 0 and self.step % self.interval == 0
-            ):  # someone fills up before the next refresh
+            if self.step % self.interval == 0 and self.late + self.interval > 0:  # or a row would fill up unscored
                 view = LayerView(K, pos)
                 view.total_attn = None if self.total_attn is None else self.total_attn[layer]
                 view.noise = None if self.noise is None else self.noise[layer]
@@ -362,10 +362,10 @@ class KVCache:
             if self.column is None:
                 victim = self._protect(scores, pos, self.t - 1).argmin(-1)  # (B, nkv)
                 slot = torch.where(self.full[:, None], victim, self.free[:, None])  # (B, nkv)
-                at = (torch.arange(B, device=k.device)[:, None], self.heads, slot)
+                at = (self.index, self.heads, slot)
                 # A free slot has the position -1: its "victim" goes to the last column of the record.
                 self.record[layer][self.rows[:, None], self.heads, pos[at].long()] = self.noted
-            pos[at] = self.t[:, None].int()
+            pos[at] = self.now
             scores[at] = torch.inf  # unknown until the next refresh; a scored key is always left to evict
 
         K[at], V[at] = k[:, :, 0], v[:, :, 0]
