@@ -369,12 +369,15 @@ class KVCache:
             scores[at] = torch.inf  # unknown until the next refresh; a scored key is always left to evict
 
         K[at], V[at] = k[:, :, 0], v[:, :, 0]
-        n = self.max_keep + self.step + 1  # the slots behind these are free in every row
+        n = min(self.max_keep + self.step + 1, self.S)  # the slots behind these are free in every row
         grouped = q.view(B, K.shape[1], -1, hs)  # (B, nkv, g, hs): query heads of a kv head are queries of its keys
         y = F.scaled_dot_product_attention(grouped, K[:, :, :n], V[:, :, :n], attn_mask=self.seen)
-        if self.total_attn is not None:
+        if self.total_attn is not None:  # SDPA keeps its probabilities to itself: once more
+            logits = (grouped @ K[:, :, :n].mT).to(self.total_attn.dtype) * hs**-0.5  # (B, nkv, g, n)
+            if self.seen is not None:
+                logits.masked_fill_(~self.seen, -torch.inf)
             self.total_attn[layer][at] = 0
-            self.total_attn[layer].add_(attention_probs(q, K, self.t[:, None], pos).sum(3).mean(2))
+            self.total_attn[layer, :, :, :n].add_(logits.softmax(-1).mean(2))
         if self.noise is not None:
             drawn = torch.rand(B, K.shape[1], device=k.device, generator=self.generator)
             self.noise[layer][at] = drawn.to(self.noise.dtype)
