@@ -3,12 +3,15 @@
     python sample.py out                             a run of train.py: a problem of its task (--seed: another one)
     python sample.py MODEL_FOLDER                    a pretrained model or hub id: each line of input is a new chat
     python sample.py MODEL_FOLDER --prompt="Why is the sky blue?" --prompt_budget=0.25 --policy=h2o --show
+    python sample.py out --prompt_budget=0.25 --png=mask.png --layer=1 --head=0
 
 Without a budget the cache is dense. --show prints the tokens once more: those whose keys most heads have evicted are
-dimmed, or [-marked so-] where the output is not a terminal.
+dimmed, or [-marked so-] where the output is not a terminal. --png draws the shadow mask of one layer and kv head, how
+long each of its keys lived, and the keys that are held at each position, of all layers and heads, in bytes.
 """
 
 import argparse
+import importlib.util
 import inspect
 import itertools
 import random
@@ -19,6 +22,7 @@ from pathlib import Path
 import torch
 
 from data.tokenizer import ChatTokenizer
+from kernels import visible
 from kv_compress import POLICIES, KVCache, Rollout, rollout
 from model import GPT
 from train import load_checkpoint, load_model, load_task
@@ -51,8 +55,39 @@ def marked(tokenizer, roll: Rollout, terminal: bool) -> str:
     return text
 
 
+def draw(roll: Rollout, layer: int, head: int, bytes_of_a_key: int, path: str) -> None:
+    """The picture of --png, of the first row; bytes_of_a_key: K and V of one position in one layer and kv head."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    T, P = int(roll.length[0]) - 1, int(roll.prompt_len[0])  # the last token is never fed: it is no query and no key
+    lives = roll.evicted_at[:, :1, :, :T].cpu()  # (L, 1, nkv, T)
+    seen = visible(lives[layer])[0, head]  # (T, T)
+    future = torch.ones(T, T).triu(1).bool()
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    mask, bars, memory = figure.subplots(1, 3)
+    mask.imshow(
+        torch.where(seen, 0.0, torch.where(future, 1.0, 0.8)), cmap="gray", vmin=0, vmax=1, interpolation="none"
+    )
+    mask.axhline(P - 0.5, color="black", linewidth=0.8)
+    mask.set(title=f"layer {layer}, kv head {head}: black is seen, grey evicted", xlabel="key", ylabel="query")
+    ends = lives[layer, 0, head].clamp(max=T)  # (T,)
+    bars.hlines(range(T), range(T), ends, color="black", linewidth=1)
+    alive = (ends == T).nonzero().squeeze(1)
+    bars.plot(ends[alive], alive, "k>", markersize=3)
+    bars.set(title="a line is the life of a key, an arrow a survivor", xlabel="position", ylabel="key", ylim=(T, -1))
+    held = sum(visible(one)[0].sum((0, 2)) for one in lives) * bytes_of_a_key / 2**10  # (T,) all layers and heads
+    dense = torch.arange(1, T + 1) * lives.shape[0] * lives.shape[2] * bytes_of_a_key / 2**10  # (T,)
+    for values, style, name in ((dense, "--", "dense"), (held, "-", "seen")):
+        memory.plot(values, style, color="black")
+        memory.annotate(name, (T - 1, float(values[-1])), (5, 0), textcoords="offset points", va="center")
+    memory.set(title="K and V that a query sees", xlabel="position", ylabel="KiB a row", ylim=(0, None))
+    figure.savefig(path, dpi=80)
+
+
 def answer(model: GPT, tokenizer, prompt: str, args: argparse.Namespace, generator: torch.Generator) -> None:
-    """Print the response while it is sampled; then what the cache took and, with --show, what it lost."""
+    """Print the response while it is sampled; then what the cache took and, with --show and --png, what it lost."""
     ids, shown = [], ""
 
     def stream(token: torch.Tensor) -> None:
@@ -72,6 +107,8 @@ def answer(model: GPT, tokenizer, prompt: str, args: argparse.Namespace, generat
     print(f"[{len(prompts[0])} + {len(ids)} tokens; K and V: {share:.0%} of the dense cache]")
     if args.show:
         print(marked(tokenizer, roll, sys.stdout.isatty()))
+    if args.png:
+        draw(roll, args.layer, args.head, 2 * model.config.head_dim * 4, args.png)  # float32
 
 
 def lines() -> Iterator[str]:
@@ -101,6 +138,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show", action="store_true", help="print the tokens again, dimmed where they were evicted")
+    parser.add_argument("--png", help="draw what each query saw into this file")
+    parser.add_argument("--layer", type=int, default=0, help="of --png")
+    parser.add_argument("--head", type=int, default=0, help="of --png: a kv head")
     for key in CACHE_OPTIONS:  # the cache's own defaults: dense
         default = inspect.signature(KVCache).parameters[key].default
         kind = number if key == "prompt_budget" else type(default)
@@ -109,7 +149,15 @@ def main(argv: list[str]) -> None:
         )
     args = parser.parse_args(argv)
     try:
+        if args.png and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--png needs matplotlib: pip install matplotlib")
         model, tokenizer, task = load(args.model)
+        for name, value, n in (
+            ("layer", args.layer, model.config.n_layer),
+            ("head", args.head, model.config.n_kv_head),
+        ):
+            if not 0 <= value < n:
+                raise ValueError(f"--{name}={value}: must be in 0..{n - 1} for this model")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model.to(device)
         generator = torch.Generator(device).manual_seed(args.seed)
@@ -123,7 +171,7 @@ def main(argv: list[str]) -> None:
             prompts = lines()
         for prompt in prompts:
             answer(model, tokenizer, prompt, args, generator)
-    except ValueError as e:
+    except (ValueError, OSError) as e:
         sys.exit(f"error: {e}")
     except KeyboardInterrupt:
         print()

@@ -124,3 +124,30 @@ def test_errors_are_one_line(run, args, named):
         sample.main([arg.format(run=run) for arg in args])
     assert str(error.value.code).startswith("error: ") and named in error.value.code
     assert "\n" not in error.value.code
+
+
+def test_the_picture_shows_the_mask_and_counts_its_keys(run, capsys, monkeypatch):
+    """Prompt of 54, of which 13 keys survive at 25%, and 4 fed tokens: the numbers drawn, not the pixels."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi: figures.append(self))
+    options = ["--max_new_tokens=5", "--prompt_budget=0.25", "--layer=1", "--head=1", "--png=x.png"]
+    sample.main([str(run), *options])
+    mask, bars, memory = figures[0].axes
+    shades = torch.tensor(mask.images[0].get_array())  # 0 seen, .8 evicted, 1 in the future
+    assert shades.shape == (58, 58) and ((shades == 1) == torch.ones(58, 58).triu(1).bool()).all()
+    assert (shades == 0).sum(1).tolist() == [*range(1, 55), 14, 15, 16, 17]
+    lives = [(x0, x1) for (x0, _), (x1, _) in bars.collections[0].get_segments()]
+    assert [x0 for x0, _ in lives] == list(range(58)) and sorted(x1 for _, x1 in lives) == [54] * 41 + [58] * 17
+    kib = 2 * 2 * 2 * 16 * 4 / 1024  # layers, kv heads, K and V, head size, bytes
+    dense, seen = (line.get_ydata() for line in memory.lines)
+    assert dense == pytest.approx([kib * n for n in range(1, 59)])
+    assert seen == pytest.approx([kib * n for n in [*range(1, 55), 14, 15, 16, 17]])
+
+
+@pytest.mark.parametrize(("option", "message"), [("layer=2", "0..1"), ("head=-1", "0..1"), ("head=2", "0..1")])
+def test_a_layer_or_head_that_is_not_there_is_named(run, option, message):
+    with pytest.raises(SystemExit, match=f"error: --{option}: must be in {message} for this model"):
+        sample.main([str(run), f"--{option}", "--png=x.png"])
