@@ -538,8 +538,10 @@ def rollout(
         all_logp = torch.log_softmax(logits / (temperature or 1.0), dim=-1)  # (n, V) of the n rows still in the cache
         if temperature == 0:
             token = all_logp.argmax(-1)  # (n,)
-        else:
-            token = torch.multinomial(all_logp.exp(), 1, generator=generator).squeeze(1)
+        else:  # one uniform number a row, against the running sum of its probabilities
+            below = all_logp.exp().cumsum(-1, dtype=torch.float64)  # (n, V)
+            u = torch.rand(len(below), 1, dtype=torch.float64, device=device, generator=generator)  # in [0, 1)
+            token = torch.searchsorted(below, u * below[:, -1:], right=True).squeeze(1)
         token = token.masked_fill(~cache.active, 0)  # a row that has ended is padded
         sampled[cache.rows, step] = token
         sampled_logp[cache.rows, step] = all_logp.gather(1, token[:, None]).squeeze(1).float() * cache.active

@@ -59,7 +59,9 @@ class GPTConfig:
 def rope_angles(
     positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype, scaling: tuple | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos, sin of position * theta^(-2i/hs), i < hs/2: each (B,1,T,hs/2), positions (B,T). RoPE, arXiv 2104.09864.
+    """cos of position * theta^(-2i/hs), i < hs/2, twice, and -sin, sin: each (B,1,T,hs), positions (B,T).
+
+    RoPE, arXiv 2104.09864, as `rotate` wants it.
 
     scaling (factor, low, high, length) is Llama 3's way to a longer context: pairs that turn fewer than `low` times
     in `length` tokens turn `factor` times slower, those that turn more than `high` times as before, others between.
@@ -71,13 +73,12 @@ def rope_angles(
         turns = length * frequency / (2 * math.pi)  # (hs/2,)
         frequency = torch.lerp(frequency / factor, frequency, ((turns - low) / (high - low)).clamp(0, 1))
     angles = positions[:, None, :, None].to(dtype) * frequency  # (B, 1, T, hs/2)
-    return angles.cos(), angles.sin()
+    return angles.cos().repeat(1, 1, 1, 2), torch.cat((-angles.sin(), angles.sin()), dim=-1)  # (B, 1, T, hs) each
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (x_i, x_{i + hs/2}) of x (B,h,T,hs) by their angles (the half-split convention of Llama, Qwen)."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)  # (B, h, T, hs)
+    return (x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin).to(x.dtype)  # (B, h, T, hs)
 
 
 class RMSNorm(nn.RMSNorm):

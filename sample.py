@@ -55,35 +55,32 @@ def marked(tokenizer, roll: Rollout, terminal: bool) -> str:
     return text
 
 
-def draw(roll: Rollout, layer: int, head: int, bytes_of_a_key: int, path: str) -> None:
-    """The picture of --png, of the first row; bytes_of_a_key: K and V of one position in one layer and kv head."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def draw(figure, roll: Rollout, layer: int, head: int, bytes_of_a_key: int) -> None:
+    """The picture of --png, of the first row; bytes_of_a_key: K and V of one position, in one layer and kv head."""
     T, P = int(roll.length[0]) - 1, int(roll.prompt_len[0])  # the last token is never fed: it is no query and no key
     lives = roll.evicted_at[:, :1, :, :T].cpu()  # (L, 1, nkv, T)
-    seen = visible(lives[layer])[0, head]  # (T, T)
-    future = torch.ones(T, T).triu(1).bool()
-    figure = Figure(figsize=(15, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     mask, bars, memory = figure.subplots(1, 3)
-    mask.imshow(
-        torch.where(seen, 0.0, torch.where(future, 1.0, 0.8)), cmap="gray", vmin=0, vmax=1, interpolation="none"
-    )
+    shade = torch.where(torch.ones(T, T).triu(1) > 0, 1.0, 0.8).masked_fill(visible(lives[layer])[0, head], 0)  # (T, T)
+    mask.imshow(shade, cmap="gray", vmin=0, vmax=1, interpolation="none")
     mask.axhline(P - 0.5, color="black", linewidth=0.8)
-    mask.set(title=f"layer {layer}, kv head {head}: black is seen, grey evicted", xlabel="key", ylabel="query")
+    mask.annotate("prompt\nends", (T - 0.5, P - 0.5), (4, 0), textcoords="offset points", va="center")
     ends = lives[layer, 0, head].clamp(max=T)  # (T,)
     bars.hlines(range(T), range(T), ends, color="black", linewidth=1)
     alive = (ends == T).nonzero().squeeze(1)
     bars.plot(ends[alive], alive, "k>", markersize=3)
-    bars.set(title="a line is the life of a key, an arrow a survivor", xlabel="position", ylabel="key", ylim=(T, -1))
-    held = sum(visible(one)[0].sum((0, 2)) for one in lives) * bytes_of_a_key / 2**10  # (T,) all layers and heads
-    dense = torch.arange(1, T + 1) * lives.shape[0] * lives.shape[2] * bytes_of_a_key / 2**10  # (T,)
-    for values, style, name in ((dense, "--", "dense"), (held, "-", "seen")):
+    held = sum(visible(one)[0].sum((0, 2)) for one in lives) * bytes_of_a_key  # (T,) all layers and heads
+    dense = torch.arange(1, T + 1) * lives.shape[0] * lives.shape[2] * bytes_of_a_key  # (T,)
+    unit, size = ("MiB", 2**20) if dense[-1] > 2**20 else ("KiB", 2**10)
+    for values, style, name, va in ((dense / size, "--", "dense", "bottom"), (held / size, "-", "seen", "top")):
         memory.plot(values, style, color="black")
-        memory.annotate(name, (T - 1, float(values[-1])), (5, 0), textcoords="offset points", va="center")
-    memory.set(title="K and V that a query sees", xlabel="position", ylabel="KiB a row", ylim=(0, None))
-    figure.savefig(path, dpi=80)
+        memory.annotate(name, (T - 1, float(values[-1])), (4, 0), textcoords="offset points", va=va)
+    query, key, which = "query position", "key position", f"layer {layer}, kv head {head}"
+    for axis, title, x, y, bottom, top in (
+        (mask, f"{which}\nblack: seen, grey: evicted", key, query, T - 0.5, -0.5),
+        (bars, "a line: the life of a key\nan arrow: it survives", query, key, T, -1),
+        (memory, "K and V that a query sees,\nall layers and heads", query, f"{unit} a row", 0, None),
+    ):
+        axis.set(title=title, xlabel=x, ylabel=y, ylim=(bottom, top))
 
 
 def answer(model: GPT, tokenizer, prompt: str, args: argparse.Namespace, generator: torch.Generator) -> None:
@@ -108,7 +105,11 @@ def answer(model: GPT, tokenizer, prompt: str, args: argparse.Namespace, generat
     if args.show:
         print(marked(tokenizer, roll, sys.stdout.isatty()))
     if args.png:
-        draw(roll, args.layer, args.head, 2 * model.config.head_dim * 4, args.png)  # float32
+        import matplotlib.figure  # not pyplot: no display is needed
+        with matplotlib.rc_context({"font.size": 11, "axes.titlesize": 12}):  # to be read at half its width
+            figure = matplotlib.figure.Figure(figsize=(11, 4), layout="constrained")
+            draw(figure, roll, args.layer, args.head, 2 * model.config.head_dim * 4)  # float32
+            figure.savefig(args.png, dpi=120)
 
 
 def lines() -> Iterator[str]:
@@ -138,24 +139,23 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show", action="store_true", help="print the tokens again, dimmed where they were evicted")
-    parser.add_argument("--png", help="draw what each query saw into this file")
-    parser.add_argument("--layer", type=int, default=0, help="of --png")
-    parser.add_argument("--head", type=int, default=0, help="of --png: a kv head")
+    parser.add_argument("--png", help="draw what each query saw into this file, FILE.png")
+    parser.add_argument("--layer", type=int, default=0, help="which layer --png draws")
+    parser.add_argument("--head", type=int, default=0, help="which kv head of it")
     for key in CACHE_OPTIONS:  # the cache's own defaults: dense
         default = inspect.signature(KVCache).parameters[key].default
         kind = number if key == "prompt_budget" else type(default)
-        parser.add_argument(
-            f"--{key}", type=kind, default=default, help=", ".join(POLICIES) if key == "policy" else None
-        )
+        names = ", ".join(POLICIES) if key == "policy" else None
+        parser.add_argument(f"--{key}", type=kind, default=default, help=names)
     args = parser.parse_args(argv)
     try:
         if args.png and importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--png needs matplotlib: pip install matplotlib")
+        if args.png is not None and not (args.png.endswith(".png") and Path(args.png).parent.is_dir()):
+            raise ValueError(f"--png={args.png}: must be the name of a .png file, in a folder that is there")
         model, tokenizer, task = load(args.model)
-        for name, value, n in (
-            ("layer", args.layer, model.config.n_layer),
-            ("head", args.head, model.config.n_kv_head),
-        ):
+        shape = model.config
+        for name, value, n in (("layer", args.layer, shape.n_layer), ("head", args.head, shape.n_kv_head)):
             if not 0 <= value < n:
                 raise ValueError(f"--{name}={value}: must be in 0..{n - 1} for this model")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

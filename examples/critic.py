@@ -35,4 +35,4 @@ def critic(student: Tensor, tutor: Tensor, targets: Tensor, states: Tensor, conf
 train.OPD["critic"] = critic
 
 if __name__ == "__main__":
-    train.main(["--opd=critic", *sys.argv[1:]])
+    train.main([*sys.argv[1:], "--opd=critic"])

@@ -20,4 +20,4 @@ def tova(c: LayerView) -> Tensor:
 
 
 if __name__ == "__main__":
-    train.main(["--policy=tova", "--sinks=0", "--recent=1", *sys.argv[1:]])
+    train.main(["--sinks=0", "--recent=1", *sys.argv[1:], "--policy=tova"])

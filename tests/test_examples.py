@@ -35,13 +35,14 @@ def run(tmp_path, *command):
         [sys.executable, *command, *SMALL, *folders], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    return rows, json.loads((tmp_path / "out" / "summary.json").read_text())["config"]
 
 
 @pytest.mark.slow
 def test_the_policy_trains_and_evicts_for_all_heads_alike(tmp_path):
-    rows = run(tmp_path, "-m", "examples.tova", "--kv_budget=20")
-    assert len(rows) == 3 and all(row["gap_max"] < 1e-4 for row in rows)
+    rows, config = run(tmp_path, "-m", "examples.tova", "--kv_budget=20")
+    assert len(rows) == 3 and config["policy"] == "tova" and all(row["gap_max"] < 1e-4 for row in rows)
 
     from examples import tova
 
@@ -53,7 +54,8 @@ def test_the_policy_trains_and_evicts_for_all_heads_alike(tmp_path):
 
 @pytest.mark.slow
 def test_the_task_trains(tmp_path):
-    assert len(run(tmp_path, "train.py", "--task=examples.sort", "--share_prompts=false")) == 3
+    rows, config = run(tmp_path, "train.py", "--task=examples.sort", "--share_prompts=false")
+    assert len(rows) == 3 and config["task"] == "examples.sort"
     from examples import sort
 
     problem = sort.make_problem(random.Random(0), "train")
@@ -74,8 +76,9 @@ def test_a_task_that_is_not_there_is_named(tmp_path):
 @pytest.mark.slow
 def test_the_critic_trains_and_learns_what_a_linear_function_can(tmp_path):
     (tmp_path / "teacher.toml").write_text('task = "spellings_teacher"\nwarm_iters = 5\nwarm_batch_size = 4\n')
-    rows = run(tmp_path, "-m", "examples.critic", "config/vopd.toml", f"--teacher={tmp_path / 'teacher.toml'}")
-    assert len(rows) == 3 and all(row["opd_adv_std"] > 0 for row in rows)
+    rows, config = run(tmp_path, "-m", "examples.critic", "config/vopd.toml", f"--teacher={tmp_path / 'teacher.toml'}")
+    assert len(rows) == 3 and config["opd"] == "critic"  # whatever the file says
+    assert all(row["opd_adv_std"] > 0 for row in rows)
 
     from examples import critic
 
