@@ -61,7 +61,7 @@ def draw(figure, roll: Rollout, layer: int, head: int, bytes_of_a_key: int) -> N
     lives = roll.evicted_at[:, :1, :, :T].cpu()  # (L, 1, nkv, T)
     mask, bars, memory = figure.subplots(1, 3)
     shade = torch.where(torch.ones(T, T).triu(1) > 0, 1.0, 0.8).masked_fill(visible(lives[layer])[0, head], 0)  # (T, T)
-    mask.imshow(shade, cmap="gray", vmin=0, vmax=1, interpolation="none")
+    mask.imshow(shade.numpy(), cmap="gray", vmin=0, vmax=1, interpolation="none")
     mask.axhline(P - 0.5, color="black", linewidth=0.8)
     mask.annotate("prompt\nends", (T - 0.5, P - 0.5), (4, 0), textcoords="offset points", va="center")
     ends = lives[layer, 0, head].clamp(max=T)  # (T,)
@@ -76,7 +76,7 @@ def draw(figure, roll: Rollout, layer: int, head: int, bytes_of_a_key: int) -> N
         memory.annotate(name, (T - 1, float(values[-1])), (4, 0), textcoords="offset points", va=va)
     query, key, which = "query position", "key position", f"layer {layer}, kv head {head}"
     for axis, title, x, y, bottom, top in (
-        (mask, f"{which}\nblack: seen, grey: evicted", key, query, T - 0.5, -0.5),
+        (mask, f"{which}\nblack seen, grey evicted, white future", key, query, T - 0.5, -0.5),
         (bars, "a line: the life of a key\nan arrow: it survives", query, key, T, -1),
         (memory, "K and V that a query sees,\nall layers and heads", query, f"{unit} a row", 0, None),
     ):
@@ -106,6 +106,7 @@ def answer(model: GPT, tokenizer, prompt: str, args: argparse.Namespace, generat
         print(marked(tokenizer, roll, sys.stdout.isatty()))
     if args.png:
         import matplotlib.figure  # not pyplot: no display is needed
+
         with matplotlib.rc_context({"font.size": 11, "axes.titlesize": 12}):  # to be read at half its width
             figure = matplotlib.figure.Figure(figsize=(11, 4), layout="constrained")
             draw(figure, roll, args.layer, args.head, 2 * model.config.head_dim * 4)  # float32
@@ -154,10 +155,9 @@ def main(argv: list[str]) -> None:
         if args.png is not None and not (args.png.endswith(".png") and Path(args.png).parent.is_dir()):
             raise ValueError(f"--png={args.png}: must be the name of a .png file, in a folder that is there")
         model, tokenizer, task = load(args.model)
-        shape = model.config
-        for name, value, n in (("layer", args.layer, shape.n_layer), ("head", args.head, shape.n_kv_head)):
+        for key, value, n in (("layer", args.layer, model.config.n_layer), ("head", args.head, model.config.n_kv_head)):
             if not 0 <= value < n:
-                raise ValueError(f"--{name}={value}: must be in 0..{n - 1} for this model")
+                raise ValueError(f"--{key}={value}: must be in 0..{n - 1} for this model")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model.to(device)
         generator = torch.Generator(device).manual_seed(args.seed)

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import random
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import sample
 from data import recall
+from kernels import visible
 from kv_compress import rollout
 from model import GPT, GPTConfig
 from train import save_checkpoint, vocabulary_digest
@@ -126,28 +128,77 @@ def test_errors_are_one_line(run, args, named):
     assert "\n" not in error.value.code
 
 
-def test_the_picture_shows_the_mask_and_counts_its_keys(run, capsys, monkeypatch):
-    """Prompt of 54, of which 13 keys survive at 25%, and 4 fed tokens: the numbers drawn, not the pixels."""
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
+@pytest.fixture
+def figures(monkeypatch):
+    """Figures that were drawn, instead of saved."""
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, dpi: drawn.append(self))
+    return drawn
 
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi: figures.append(self))
+
+def numbers_of(figure):
+    """Shades of the mask, [birth, end] of each key, and the two curves."""
+    mask, bars, memory = figure.axes
+    lives = [[int(x0), int(x1)] for (x0, _), (x1, _) in bars.collections[0].get_segments()]
+    return torch.tensor(mask.images[0].get_array()), lives, [line.get_ydata() for line in memory.lines]
+
+
+def test_the_picture_shows_the_mask_and_counts_its_keys(run, figures):
+    """Prompt of 54, of which 13 keys survive at 25%, and 4 fed tokens: the numbers drawn, not the pixels."""
     options = ["--max_new_tokens=5", "--prompt_budget=0.25", "--layer=1", "--head=1", "--png=x.png"]
     sample.main([str(run), *options])
-    mask, bars, memory = figures[0].axes
-    shades = torch.tensor(mask.images[0].get_array())  # 0 seen, .8 evicted, 1 in the future
+    shades, lives, (dense, seen) = numbers_of(figures[0])  # shades: 0 seen, .8 evicted, 1 in the future
     assert shades.shape == (58, 58) and ((shades == 1) == torch.ones(58, 58).triu(1).bool()).all()
     assert (shades == 0).sum(1).tolist() == [*range(1, 55), 14, 15, 16, 17]
-    lives = [(x0, x1) for (x0, _), (x1, _) in bars.collections[0].get_segments()]
-    assert [x0 for x0, _ in lives] == list(range(58)) and sorted(x1 for _, x1 in lives) == [54] * 41 + [58] * 17
+    assert [birth for birth, _ in lives] == list(range(58))
+    assert sorted(end for _, end in lives) == [54] * 41 + [58] * 17
     kib = 2 * 2 * 2 * 16 * 4 / 1024  # layers, kv heads, K and V, head size, bytes
-    dense, seen = (line.get_ydata() for line in memory.lines)
     assert dense == pytest.approx([kib * n for n in range(1, 59)])
     assert seen == pytest.approx([kib * n for n in [*range(1, 55), 14, 15, 16, 17]])
+    assert figures[0].axes[2].get_ylabel() == "KiB a row"
 
 
-@pytest.mark.parametrize(("option", "message"), [("layer=2", "0..1"), ("head=-1", "0..1"), ("head=2", "0..1")])
-def test_a_layer_or_head_that_is_not_there_is_named(run, option, message):
-    with pytest.raises(SystemExit, match=f"error: --{option}: must be in {message} for this model"):
-        sample.main([str(run), f"--{option}", "--png=x.png"])
+@pytest.mark.parametrize(("layer", "head"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_the_picture_is_of_the_head_that_was_asked_for(run, figures, layer, head):
+    """A budget that binds while decoding, random victims, so that heads differ: the mask drawn is visible()'s."""
+    cache = dict(policy="random", sinks=1, recent=2, kv_budget=12)
+    options = [f"--{key}={value}" for key, value in cache.items()]
+    sample.main([str(run), "--max_new_tokens=20", f"--layer={layer}", f"--head={head}", "--png=x.png", *options])
+    model, tokenizer, task = sample.load(str(run))
+    prompt = task.make_problem(random.Random(0), "eval").prompt
+    how = dict(eos_ids=tokenizer.eos_ids, temperature=0, generator=torch.Generator().manual_seed(0))
+    roll = rollout(model, [tokenizer.prompt(prompt)], 1, 20, **how, **cache)
+    record = roll.evicted_at[..., :-1]  # the last token is never fed
+    T = record.shape[-1]
+    assert T > 54 and not (record[layer, 0, head] == record[1 - layer, 0, head]).all()
+    shades, lives, (_, seen) = numbers_of(figures[0])
+    assert ((shades == 0) == visible(record[layer])[0, head]).all()
+    assert lives == [[j, min(end, T)] for j, end in enumerate(record[layer, 0, head].tolist())]
+    assert seen[54:] == pytest.approx([12 * 2 * 2 * 2 * 16 * 4 / 1024] * (T - 54))  # every slot of every head is full
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--layer=2", "--layer=2: must be in 0..1 for this model"),
+        ("--head=-1", "--head=-1: must be in 0..1 for this model"),
+        ("--head=2", "--head=2: must be in 0..1 for this model"),
+        ("--layer=x", "argument --layer: invalid int value: 'x'"),
+        ("--png=x.jpg", "--png=x.jpg: must be the name of a .png file, in a folder that is there"),
+        ("--png=", "--png=: must be the name of a .png file"),
+        ("--png=no-such-folder/x.png", "--png=no-such-folder/x.png: must be the name of a .png file"),
+    ],
+)
+def test_a_picture_that_cannot_be_is_refused_before_anything_is_sampled(run, monkeypatch, option, message):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sample, "rollout", lambda *_, **__: pytest.fail("sampled"))
+    with pytest.raises(SystemExit) as error:
+        sample.main([str(run), "--png=x.png", option])
+    assert error.value.code.startswith(f"error: {message}") and "\n" not in error.value.code
+
+
+def test_without_matplotlib_a_picture_is_refused(run, monkeypatch):
+    monkeypatch.setattr(sample.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="error: --png needs matplotlib: pip install matplotlib"):
+        sample.main([str(run), "--png=x.png"])
