@@ -19,10 +19,11 @@ for cell in json.load(open("walkthrough.ipynb"))["cells"]:
 """
 
 
-def test_the_notebook_is_kept_without_outputs():
+def test_the_notebook_is_kept_without_outputs_and_asserts_what_it_says():
     cells = json.loads((ROOT / "walkthrough.ipynb").read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert len(code) == 10 and not any(cell["outputs"] or cell["execution_count"] for cell in code)
+    assert all("assert" in "".join(cell["source"]) for cell in code[1:])  # each claim can fail; the first makes a model
 
 
 @pytest.mark.slow
