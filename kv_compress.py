@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NEVER = 2**31 - 1  # evicted_at of a key that survives
+COLDEST = 1e-3  # temperature above 0: below, logits divided by it could leave float32
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,6 +206,7 @@ class KVCache:
         self.evicts = needed - 1 > S  # the last token is never fed
         # Lengths are known on the host, so the decode loop never has to ask the device how full a row is.
         self.min_keep, self.max_keep = min(keep), max(keep)
+        self.longest, self.max_new_tokens = P, max_new_tokens
         self.step = -2  # -1: the prompts are being fed, i: the i-th response token is
         # Of each prompt: its length, and how many of its keys survive; then the same of each row.
         self.lens, self.keeps = torch.tensor(prompt_lens, device=device), torch.tensor(keep, device=device)  # (N,)
@@ -245,10 +247,13 @@ class KVCache:
     def advance(self, T: int) -> Tensor:
         """Start the next forward of T tokens a row; returns their positions: (1,P) for the prompts, then (B,1)."""
         self.step += 1
+        P, new = self.longest, self.max_new_tokens
+        if (P if self.step == -1 else 1) != T or self.step >= new:
+            raise ValueError(
+                f"{T} tokens a row in call {self.step + 2}: a cache takes {P} once, then 1 up to {new} times"
+            )
         if self.step == -1:
             return torch.arange(T, device=self.k.device)[None]
-        if T != 1:
-            raise ValueError(f"{T} tokens a row after the prompts: a cache takes one at a time")
         self.t = self.prompt_len + self.step  # (B,) position of the token being fed
         self.now = self.t.int()[:, None]  # (B, 1) the same, as it is recorded
         self.late = self.step - (self.S - self.max_keep)  # tokens since the columns behind the longest prompt ran out
@@ -514,8 +519,8 @@ def rollout(
         )
     if wrong := [i for p in prompts for i in p if not 0 <= i < config.vocab_size]:
         raise ValueError(f"token id {wrong[0]} in a prompt: must be in 0..{config.vocab_size - 1}")
-    if not temperature >= 0:
-        raise ValueError(f"temperature={temperature}: must be at least 0 (0 is greedy)")
+    if not (temperature == 0 or temperature >= COLDEST):
+        raise ValueError(f"temperature={temperature}: must be 0 (greedy) or at least {COLDEST}")
 
     autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else next(model.parameters()).dtype
@@ -544,7 +549,8 @@ def rollout(
             token = torch.searchsorted(below, u * below[:, -1:], right=True).squeeze(1)
         token = token.masked_fill(~cache.active, 0)  # a row that has ended is padded
         sampled[cache.rows, step] = token
-        sampled_logp[cache.rows, step] = all_logp.gather(1, token[:, None]).squeeze(1).float() * cache.active
+        token_logp = all_logp.gather(1, token[:, None]).squeeze(1).float()  # (n,)
+        sampled_logp[cache.rows, step] = token_logp.masked_fill(~cache.active, 0)
         length[cache.rows] += cache.active
         if on_token is not None:
             on_token(sampled[:, step])

@@ -3,11 +3,12 @@
     python sample.py out                             a run of train.py: a problem of its task (--seed: another one)
     python sample.py MODEL_FOLDER                    a pretrained model or hub id: each line of input is a new chat
     python sample.py MODEL_FOLDER --prompt="Why is the sky blue?" --prompt_budget=0.25 --policy=h2o --show
-    python sample.py out --prompt_budget=0.25 --png=mask.png --layer=1 --head=0
+    python sample.py out --png=mask.png --layer=1 --head=0                 the shadow mask as a picture
 
-Without a budget the cache is dense. --show prints the tokens once more: those whose keys most heads have evicted are
-dimmed, or [-marked so-] where the output is not a terminal. --png draws the shadow mask of one layer and kv head, how
-long each of its keys lived, and the keys that are held at each position, of all layers and heads, in bytes.
+A run samples with the cache options it was trained with (--prompt_budget=0: dense), a pretrained model with a dense
+cache. --show prints the tokens once more: those whose keys most heads have evicted are dimmed, or [-marked so-] where
+the output is not a terminal. --png draws the shadow mask of one layer and kv head, how long each of its keys lived, and
+the keys that are held at each position, of all layers and heads, in bytes.
 """
 
 import argparse
@@ -31,16 +32,16 @@ CACHE_OPTIONS = ("kv_budget", "prompt_budget", "policy", "sinks", "recent", "poo
 
 
 def load(name: str):
-    """The model, its tokenizer and its task (None: a pretrained model) of a run's folder, a checkpoint, a model folder
-    or a hub id. Raises ValueError for what is none of these."""
+    """The model, its tokenizer, its task (None: a pretrained model) and the run's configuration ({}: none), of a run's
+    folder, a checkpoint, a model folder or a hub id. Raises ValueError for what is none of these."""
     path = Path(name) / "ckpt.pt" if (Path(name) / "ckpt.pt").is_file() else Path(name)
     if not path.is_file():
-        return GPT.from_pretrained(name), ChatTokenizer(name), None
+        return GPT.from_pretrained(name), ChatTokenizer(name), None, {}
     run = load_checkpoint(path).get("config")
     if run is None:
         raise ValueError(f"{path}: a warm start, which does not say what its task is; give a run's folder")
     task = load_task(run["task"], run.get("tokenizer", ""))
-    return load_model(path, task), task.tokenizer, task
+    return load_model(path, task), task.tokenizer, task, run
 
 
 def marked(tokenizer, roll: Rollout, terminal: bool) -> str:
@@ -143,18 +144,22 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--png", help="draw what each query saw into this file, FILE.png")
     parser.add_argument("--layer", type=int, default=0, help="which layer --png draws")
     parser.add_argument("--head", type=int, default=0, help="which kv head of it")
-    for key in CACHE_OPTIONS:  # the cache's own defaults: dense
-        default = inspect.signature(KVCache).parameters[key].default
+    defaults = {key: inspect.signature(KVCache).parameters[key].default for key in CACHE_OPTIONS}
+    for key, default in defaults.items():
         kind = number if key == "prompt_budget" else type(default)
-        names = ", ".join(POLICIES) if key == "policy" else None
-        parser.add_argument(f"--{key}", type=kind, default=default, help=names)
+        parser.add_argument(f"--{key}", type=kind, help=", ".join(POLICIES) if key == "policy" else None)
     args = parser.parse_args(argv)
     try:
+        if not 0 <= args.seed < 2**63:
+            raise ValueError(f"--seed={args.seed}: must be in 0..2**63 - 1")
         if args.png and importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--png needs matplotlib: pip install matplotlib")
         if args.png is not None and not (args.png.endswith(".png") and Path(args.png).parent.is_dir()):
             raise ValueError(f"--png={args.png}: must be the name of a .png file, in a folder that is there")
-        model, tokenizer, task = load(args.model)
+        model, tokenizer, task, run = load(args.model)
+        for key, default in defaults.items():
+            if getattr(args, key) is None:
+                setattr(args, key, run.get(key, default))
         for key, value, n in (("layer", args.layer, model.config.n_layer), ("head", args.head, model.config.n_kv_head)):
             if not 0 <= value < n:
                 raise ValueError(f"--{key}={value}: must be in 0..{n - 1} for this model")

@@ -47,7 +47,7 @@ import losses
 import model as model_file
 from data import pretrained
 from data.tokenizer import ChatTokenizer
-from kv_compress import Rollout, SharedPrompts, check_options, rollout
+from kv_compress import COLDEST, Rollout, SharedPrompts, check_options, rollout
 from model import GPT, GPTConfig
 
 
@@ -63,7 +63,7 @@ class Config:
     init_from: str = "scratch"  # scratch (warm start), resume (go on from out_dir/ckpt.pt), or a model folder or hub id
     tokenizer: str = ""  # model folder or hub id, for tasks in plain text; init_from sets it where it is one
     # task and model
-    task: str = "recall"  # a module in data/
+    task: str = "recall"  # a module in data/, or a dotted path such as examples.sort
     n_layer: int = 2
     n_head: int = 4
     n_kv_head: int = 2  # query heads share kv heads; evictions are decided per kv head
@@ -98,7 +98,7 @@ class Config:
         0.0  # weight of the task's partial credit, added to the reward in training; accuracy ignores it
     )
     # KV compression
-    policy: str = "snapkv"  # snapkv | h2o | rkv | streaming | random
+    policy: str = "snapkv"  # snapkv | h2o | rkv | streaming | random, or a fork's
     kv_budget: int = 0  # slots per (layer, row, kv head), prompt and response together; 0: as many as needed
     prompt_budget: int | float = 0.25  # prompt keys kept, a number or a fraction in (0, 1]; 0: all that fit
     sinks: int = 1  # first positions that are never evicted
@@ -118,7 +118,7 @@ class Config:
     eval_problems: int = 1024
     eval_only: bool = False  # evaluate, print and stop; out_dir is left alone
     save_interval: int = 50  # steps between checkpoints; there is one after the last step too
-    max_bad_steps: int = 10  # so many steps in a row without a finite loss and gradient end the run
+    max_bad_steps: int = 10  # so many updates in a row without a finite gradient end the run
 
 
 class Halt(Exception):
@@ -250,10 +250,15 @@ def check_config(config: Config) -> None:
             raise ValueError(f"{key}={value}: must be at least {smallest}")
     if config.seed >= 2**63:
         raise ValueError(f"seed={config.seed}: must be below 2**63")
-    for key in ("temperature", "learning_rate", "warm_learning_rate", "grad_clip", "clip"):
+    for key in ("learning_rate", "warm_learning_rate", "grad_clip", "clip"):
         if not (value := getattr(config, key)) > 0:
-            why = " in training (0 is greedy: there is nothing to learn from)" if key == "temperature" else ""
-            raise ValueError(f"{key}={value}: must be above 0{why}")
+            raise ValueError(f"{key}={value}: must be above 0")
+    if config.clip >= 1:
+        raise ValueError(f"clip={config.clip}: must be below 1, or the ratio has no lower bound; clip_high may be more")
+    if config.temperature < COLDEST:
+        raise ValueError(
+            f"temperature={config.temperature}: must be at least {COLDEST} in training (0 is greedy: nothing to learn)"
+        )
     if config.group_size == 1 and config.reward_coef > 0:
         raise ValueError(
             f"group_size=1 with reward_coef={config.reward_coef}: a group of one has no advantage; "
@@ -317,21 +322,23 @@ def load_task(name: str, tokenizer: str = ""):
 
     Raises ValueError naming the tasks there are, or saying that the task and the tokenizer do not go together.
     """
-    path = name if "." in name else f"data.{name}"
-    try:
-        module = importlib.import_module(path)
-    except ModuleNotFoundError as e:
-        if not f"{path}.".startswith(f"{e.name}."):
-            raise  # the task is there, something that it imports is not
-        module = None
+    path, module = name if "." in name else f"data.{name}", None
+    if re.fullmatch(r"\w+(\.\w+)+", path):
+        try:
+            module = importlib.import_module(path)
+        except ModuleNotFoundError as e:
+            if not f"{path}.".startswith(f"{e.name}."):
+                raise  # the task is there, something that it imports is not
     if not (hasattr(module, "make_problem") and hasattr(module, "reward")):
         tasks = sorted(
             p.stem for p in (Path(__file__).parent / "data").glob("*.py") if "def make_problem(" in p.read_text()
         )
         raise ValueError(f"task={name!r}: must be one of {', '.join(tasks)}, or the dotted path of a module like these")
     if hasattr(module, "tokenizer") == bool(tokenizer):
-        own = "has a vocabulary of its own and goes with init_from=scratch"
+        own = f"has a vocabulary of its own: without tokenizer={tokenizer!r}, and with init_from=scratch"
         raise ValueError(f"task={name!r}: {own if tokenizer else 'is in plain text: give init_from=MODEL_FOLDER'}")
+    if missing := [key for key in ("max_prompt", "max_response") if not tokenizer and not hasattr(module, key)]:
+        raise ValueError(f"task={name!r}: a task with a tokenizer of its own also says its {missing[0]}, in tokens")
     if not tokenizer:
         return module
     # Prompts in plain text have no longest one; those that leave no room for the response are drawn again.
@@ -804,6 +811,7 @@ def train(config: Config, stop: list | None = None) -> dict:
         order = torch.arange(B, device=device)
         if config.updates_per_rollout > 1:
             order = torch.randperm(B, generator=generator, device=device)
+        skipped = None  # why an update was, if one was
         for update, update_rows in enumerate(order.chunk(config.updates_per_rollout)):
             live = weights[update_rows] * mask[update_rows]  # (b, T-1)
             share = {"tokens": mask[update_rows].sum(), "live": (live > 0).sum(), "live_sum": live.sum()}
@@ -834,15 +842,13 @@ def train(config: Config, stop: list | None = None) -> dict:
             # 6. Step, unless something is not finite, or every sequence was vetoed (Adam's momentum would still move).
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
             collect(stats, {"grad_norm_max": grad_norm})
-            why = None
-            if not math.isfinite(grad_norm):  # the gradients were added up: it is the same on every process
-                why = "the gradient is not finite"
-            elif share["live"] == 0 and config.opd not in DIRECT:
-                why = "every sequence was vetoed"
-            else:
+            finite = math.isfinite(grad_norm)  # the gradients were added up: it is the same on every process
+            if finite and (share["live"] > 0 or config.opd in DIRECT):
                 optimizer.step()
-            summary["skipped_steps"] += why is not None
-            summary["bad_steps_in_a_row"] = summary["bad_steps_in_a_row"] + 1 if not math.isfinite(grad_norm) else 0
+            else:
+                skipped = "every sequence was vetoed" if finite else "the gradient is not finite"
+                summary["skipped_steps"] += 1
+            summary["bad_steps_in_a_row"] = 0 if finite else summary["bad_steps_in_a_row"] + 1
             if summary["bad_steps_in_a_row"] >= config.max_bad_steps:
                 raise Halt(
                     f"step {step}: {config.max_bad_steps} updates in a row had a gradient that is not finite. None of "
@@ -868,7 +874,7 @@ def train(config: Config, stop: list | None = None) -> dict:
         row |= {"clip_frac": stats["clipped"] / tokens, "grad_var_adam": adam_variance(optimizer)}
         row |= {"loss": stats["loss"], "kd": stats.get("kd", 0.0) / tokens, "push_down": stats["push_down"] / tokens}
         row |= {"entropy": stats["entropy"] / tokens, "finished": stats["finished"] / n}
-        row |= {"skipped": why} if why else {}
+        row |= {"skipped": skipped} if skipped else {}
         row |= {"rollout_tok_s": tokens / (clock[1] - clock[0]), "learn_tok_s": tokens / (clock[-1] - clock[1])}
         row["seconds"] = clock[-1] - clock[0]
         summary["gap_max"] = max(summary["gap_max"], row["gap_max"])
@@ -888,7 +894,8 @@ def train(config: Config, stop: list | None = None) -> dict:
                 f"step {step:4d}  reward {row['reward']:.3f}  len {row['completion_len']:.1f}  "
                 f"gap {row['gap_max']:.1e}  ratio {row['ratio_max']:.2f}  clip {row['clip_frac']:.3f}  "
                 f"|g| {row['grad_norm']:.2f}  kv {row['kv_bytes'] / row['kv_bytes_dense']:.0%}  "
-                f"tok/s {row['rollout_tok_s']:.0f}/{row['learn_tok_s']:.0f}" + (f"  skipped: {why}" if why else "")
+                f"tok/s {row['rollout_tok_s']:.0f}/{row['learn_tok_s']:.0f}"
+                + (f"  skipped: {skipped}" if skipped else "")
             )
         if last or done % config.save_interval == 0:
             save(done)

@@ -1,7 +1,9 @@
-"""Sums that a small pretrained model sometimes gets right. The last number of the response counts.
+"""Sums of two digits from 1 to 9, 81 in all, which a small pretrained model sometimes gets right.
 
-prompt     What is 48 + 27 + 5? Answer with the number only.
-solution   80
+The last number of the response counts.
+
+prompt     What is 4 + 7? Answer with the number only.
+solution   11
 """
 
 import random

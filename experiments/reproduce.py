@@ -826,12 +826,11 @@ def draw_bridge(data, figure):
         for j, opd in enumerate(("sampled", "vopd")):
             runs = [r["curves"]["opd_kl"] for r in whole(data[view][opd].values())]
             curve(left, [BLOCK * (n + 1) for n in range(len(runs[0]))], runs, f"{view}, {opd}", 2 * i + j)
-            bars[f"{view}, {opd}"] = [b[opd]["off"] for b in data[view]["bias"].values()]
+            bars[f"{view},\n{opd}"] = [b[opd]["off"] for b in data[view]["bias"].values()]
     left.set(xlabel="step", ylabel="exact KL of the learner's view, nats", yscale="log")
     figure.canvas.draw()
     place_labels(left)
     dots(right, bars, "|mean gradient - exact| / |exact|")
-    right.set_yticks([])
 
 
 CLAIMS["bridge"] = Claim(

@@ -688,8 +688,9 @@ def test_a_bad_cache_option_is_refused(options, message):
         ([[1]], 0, 1, {}, "group_size=0, max_new_tokens=1: both must be at least 1"),
         ([[1]], 1, 0, {}, "group_size=1, max_new_tokens=0: both"),
         ([[1], [1] * 60], 1, 5, {}, "prompt of 60 tokens and max_new_tokens=5 exceed block_size=64"),
-        ([[1]], 1, 1, {"temperature": -0.1}, "temperature=-0.1: must be at least 0"),
-        ([[1]], 1, 1, {"temperature": math.nan}, "temperature=nan: must be at least 0"),
+        ([[1]], 1, 1, {"temperature": -0.1}, r"temperature=-0.1: must be 0 \(greedy\) or at least 0.001"),
+        ([[1]], 1, 1, {"temperature": math.nan}, "temperature=nan: must be 0"),
+        ([[1]], 1, 1, {"temperature": 1e-300}, "temperature=1e-300: must be 0"),
         ([[1], [2, 23]], 1, 1, {}, "token id 23"),
         ([[1], [2, -1]], 1, 1, {}, "token id -1"),
     ],
@@ -697,6 +698,15 @@ def test_a_bad_cache_option_is_refused(options, message):
 def test_a_bad_rollout_is_refused(prompts, group_size, new, options, message):
     with pytest.raises(ValueError, match=message):
         rollout(tiny(), prompts, group_size, new, eos_ids=[], **options)
+
+
+def test_a_cache_takes_its_prompts_once_and_then_one_token_a_row():
+    model = tiny()
+    for fed in ((4,), (3, 2), (3, 1, 1, 1)):  # another length, two at once, more than it was made for
+        cache = KVCache(model.config, [3, 2], 1, 2, device=DEVICE)
+        with pytest.raises(ValueError, match=r"a cache takes 3 once, then 1 up to 2 times"):
+            for T in fed:
+                model(torch.ones(2, T, dtype=torch.int64, device=DEVICE), cache=cache)
 
 
 def test_the_longest_legal_rollout_fits():

@@ -71,7 +71,7 @@ def test_what_was_evicted_is_marked(run, capsys):
 
 
 def test_a_terminal_gets_them_dimmed(run):
-    model, tokenizer, _ = sample.load(str(run))
+    model, tokenizer, *_ = sample.load(str(run))
     how = dict(eos_ids=[1], policy="streaming", sinks=1, recent=2, kv_budget=6)
     text = sample.marked(tokenizer, rollout(model, [[2] * 20], 1, 4, **how), terminal=True)
     assert text.count("\033[2m") == text.count("\033[0m") == 1 and "[-" not in text
@@ -165,7 +165,7 @@ def test_the_picture_is_of_the_head_that_was_asked_for(run, figures, layer, head
     cache = dict(policy="random", sinks=1, recent=2, kv_budget=12)
     options = [f"--{key}={value}" for key, value in cache.items()]
     sample.main([str(run), "--max_new_tokens=20", f"--layer={layer}", f"--head={head}", "--png=x.png", *options])
-    model, tokenizer, task = sample.load(str(run))
+    model, tokenizer, task, _ = sample.load(str(run))
     prompt = task.make_problem(random.Random(0), "eval").prompt
     how = dict(eos_ids=tokenizer.eos_ids, temperature=0, generator=torch.Generator().manual_seed(0))
     roll = rollout(model, [tokenizer.prompt(prompt)], 1, 20, **how, **cache)
@@ -202,3 +202,11 @@ def test_without_matplotlib_a_picture_is_refused(run, monkeypatch):
     monkeypatch.setattr(sample.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="error: --png needs matplotlib: pip install matplotlib"):
         sample.main([str(run), "--png=x.png"])
+
+
+def test_a_run_is_sampled_as_it_was_trained(run, capsys):
+    state = torch.load(run / "ckpt.pt")
+    torch.save(state | {"config": {"task": "recall", "prompt_budget": 0.5, "sinks": 1, "recent": 2}}, run / "ckpt.pt")
+    for options, share in (([], 27 + 5), (["--prompt_budget=0.25"], 13 + 5), (["--prompt_budget=0"], 54 + 5)):
+        sample.main([str(run), "--max_new_tokens=5", *options])
+        assert f"{share / 59:.0%} of the dense" in capsys.readouterr().out
