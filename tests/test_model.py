@@ -213,5 +213,5 @@ def test_a_bad_forward_is_refused():
         with pytest.raises(ValueError, match="evicted_at"):
             model(draw(model, T=3), evicted_at=wrong)
     model(draw(model, T=3), cache=cache)
-    with pytest.raises(ValueError, match="2 tokens a row after the prompts"):
+    with pytest.raises(ValueError, match="2 tokens a row in call 2: a cache takes 3 once, then 1 up to 4 times"):
         model(draw(model, T=2), cache=cache)
