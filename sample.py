@@ -26,9 +26,7 @@ from data.tokenizer import ChatTokenizer
 from kernels import visible
 from kv_compress import POLICIES, KVCache, Rollout, rollout
 from model import GPT
-from train import load_checkpoint, load_model, load_task
-
-CACHE_OPTIONS = ("kv_budget", "prompt_budget", "policy", "sinks", "recent", "pool", "interval")
+from train import CACHE_KEYS, load_checkpoint, load_model, load_task
 
 
 def load(name: str):
@@ -95,7 +93,7 @@ def answer(model: GPT, tokenizer, prompt: str, args: argparse.Namespace, generat
         print(text[len(shown) :], end="", flush=True)
         shown = text
 
-    options = {key: getattr(args, key) for key in CACHE_OPTIONS}
+    options = {key: getattr(args, key) for key in CACHE_KEYS}
     how = {"temperature": args.temperature, "generator": generator, "on_token": stream}
     prompts = [tokenizer.prompt(prompt)]
     most = min(args.max_new_tokens, max(1, model.config.block_size - len(prompts[0])))
@@ -144,7 +142,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--png", help="draw what each query saw into this file, FILE.png")
     parser.add_argument("--layer", type=int, default=0, help="which layer --png draws")
     parser.add_argument("--head", type=int, default=0, help="which kv head of it")
-    defaults = {key: inspect.signature(KVCache).parameters[key].default for key in CACHE_OPTIONS}
+    defaults = {key: inspect.signature(KVCache).parameters[key].default for key in CACHE_KEYS}
     for key, default in defaults.items():
         kind = number if key == "prompt_budget" else type(default)
         parser.add_argument(f"--{key}", type=kind, help=", ".join(POLICIES) if key == "policy" else None)

@@ -63,14 +63,18 @@ def test_the_task_trains(tmp_path):
     assert max(map(len, map(sort.tokenizer.encode, (problem.prompt, problem.solution)))) == sort.max_prompt
 
 
-def test_a_task_that_is_not_there_is_named(tmp_path):
-    for name, why in (
-        ("examples.nothing", "dotted path"),
-        ("losses.nothing", "dotted path"),
-        ("os.path", "dotted path"),
-    ):
-        with pytest.raises(ValueError, match=f"task='{name}'.*{why}"):
-            train.load_task(name)
+@pytest.mark.parametrize("name", ["examples.nothing", "losses.nothing", "os.path", ".recall", "../recall", ""])
+def test_a_task_that_is_not_there_is_named(name):
+    with pytest.raises(ValueError, match=f"task='{name}'.*dotted path"):
+        train.load_task(name)
+
+
+def test_a_task_that_does_not_say_how_long_it_gets_is_refused(monkeypatch):
+    from examples import sort
+
+    monkeypatch.delattr(sort, "max_response")
+    with pytest.raises(ValueError, match=r"task='examples\.sort': .* its max_response, in tokens"):
+        train.load_task("examples.sort")
 
 
 @pytest.mark.slow

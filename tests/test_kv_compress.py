@@ -310,6 +310,14 @@ def test_the_oracle_names_the_same_victims_and_tokens(policy):
     check()
 
 
+@pytest.mark.parametrize("policy", FOUR)
+def test_the_oracle_agrees_while_rows_end_and_leave(policy):
+    """Ten rows in full caches end one after the other: some stay in the batch for a while, most leave it on a CPU."""
+    cache = dict(policy=policy, kv_budget=8, prompt_budget=0, sinks=1, recent=3, pool=3, interval=2)
+    case = dict(seed=2, heads=(6, 2), lengths=[6, 9, 5, 7, 8], group_size=2, max_new_tokens=16, temperature=1)
+    check_oracle(SimpleNamespace(**case, eos_ids=[3, 7, 12], cache=cache))
+
+
 @pytest.mark.slow
 @draws(300)
 @given(cases(FOUR))

@@ -58,6 +58,8 @@ BAD = [
     ("--temperature=nan", "temperature='nan' must be a finite"),
     ("--learning_rate=inf", "must be a finite number"),
     ("--clip=nan", "must be a finite number"),
+    ("--clip=3", "clip=3.0: must be below 1"),
+    ("--temperature=1e-30", "temperature=1e-30: must be at least 0.001"),
     ("--smd_lambda=nan", "must be a finite number"),
     ("--pool=2", "must be odd"),
     ("--n_head=3", "multiple of n_kv_head"),
