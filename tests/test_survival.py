@@ -179,6 +179,21 @@ def test_a_nan_gradient_leaves_everything_as_it_was(run, monkeypatch, dtype):  #
     ]
 
 
+def test_a_skipped_update_is_in_its_row_though_the_next_one_is_good(run, monkeypatch):  # noqa: F811
+    """Two updates a rollout; the first of the second step gets a NaN."""
+    plain, calls = train.losses.smd_loss, []
+
+    def poisoned(*args, **options):
+        calls.append(1)
+        loss, stats = plain(*args, **options)
+        return loss * (math.nan if len(calls) == 3 else 1), stats
+
+    monkeypatch.setattr(train.losses, "smd_loss", poisoned)
+    summary, rows, _ = run("two updates", max_iters=3, updates_per_rollout=2)
+    assert len(calls) == 6 and summary["skipped_steps"] == 1
+    assert [row.get("skipped") for row in rows] == [None, "the gradient is not finite", None]
+
+
 def test_too_many_bad_steps_end_the_run_with_the_last_good_checkpoint(run, tmp_path, monkeypatch):  # noqa: F811
     good = run("a", max_iters=2)[2]
     plain = train.losses.smd_loss
