@@ -929,6 +929,8 @@ def main(argv: list[str]) -> None:
     before = {number: signal.signal(number, finish) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         train(config, stop)
+        if WORLD > 1:  # joins gloo's threads: one that outlives the interpreter aborts the process at exit
+            dist.destroy_process_group()
     except (Halt, OSError) as e:  # anything else is a fault of the code, whose traceback is wanted
         sys.exit(f"error: {e}")
     finally:

@@ -263,9 +263,12 @@ def test_two_processes_go_on_whatever_one_of_them_has(tmp_path, case):
 
 @pytest.mark.slow
 def test_two_processes_resume_as_if_they_had_not_stopped(tmp_path):
-    _, _, rows, whole = ranks(tmp_path / "a", "as_it_is", policy="random", kv_budget=14)
-    ranks(tmp_path / "b", "as_it_is", policy="random", kv_budget=14, max_iters=2)
-    _, _, again, parts = ranks(tmp_path / "b", "as_it_is", policy="random", kv_budget=14, init_from="resume")
+    code, said, rows, whole = ranks(tmp_path / "a", "as_it_is", policy="random", kv_budget=14)
+    assert code == 0, said
+    code, said, _, _ = ranks(tmp_path / "b", "as_it_is", policy="random", kv_budget=14, max_iters=2)
+    assert code == 0, said
+    code, said, again, parts = ranks(tmp_path / "b", "as_it_is", policy="random", kv_budget=14, init_from="resume")
+    assert code == 0, said
     assert faults.equal(whole["model"], parts["model"]) and faults.equal(whole["generators"], parts["generators"])
     assert [row["reward"] for row in rows] == [row["reward"] for row in again]
 
