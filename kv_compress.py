@@ -97,19 +97,20 @@ def rkv(c: LayerView) -> Tensor:
     return 0.1 * c.window_attn - 0.9 * cosine.masked_fill(~filled, -torch.inf).softmax(-1)
 
 
-def attention_probs(q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(hs)) over the keys at positions 0 <= k_pos <= q_pos, in at least float32.
+def attention_received(q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+    """The attention that each key gets: sum over the queries, mean over the query heads of its kv head, (B,nkv,S).
 
-    q (B,nh,W,hs) at q_pos (B,W), k (B,nkv,S,hs) at k_pos (B,nkv,S); -1 means no query, no key. Returns (B,nkv,g,W,S)
-    with g = nh/nkv query heads per kv head; rows without a query are 0.
+    softmax(q k^T / sqrt(hs)) over the keys at positions 0 <= k_pos <= q_pos, in at least float32. q (B,nh,W,hs) at
+    q_pos (B,W), k (B,nkv,S,hs) at k_pos (B,nkv,S); -1 means no query, no key.
     """
-    B, nh, W, hs = q.shape
-    nkv, S = k_pos.shape[1:]
-    scores = q.reshape(B, nkv, nh // nkv * W, hs) @ k.mT * hs**-0.5  # (B, nkv, g*W, S): no key is repeated
-    scores = scores.to(torch.promote_types(q.dtype, torch.float32)).view(B, nkv, -1, W, S)
+    (B, nh, W, hs), (nkv, S) = q.shape, k_pos.shape[1:]
+    g = nh // nkv
+    scores = (q * hs**-0.5).reshape(B, nkv, g * W, hs) @ k.mT  # (B, nkv, g*W, S): no key is repeated
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32)).view(B, nkv, g, W, S)
     hidden = (k_pos < 0)[:, :, None] | (k_pos[:, :, None] > q_pos[:, None, :, None])  # (B, nkv, W, S)
-    probs = scores.masked_fill_(hidden[:, :, None], torch.finfo(scores.dtype).min).softmax(-1)
-    return probs.mul_((q_pos >= 0)[:, None, None, :, None])  # (B, nkv, g, W, S)
+    probs = scores.masked_fill_(hidden[:, :, None], torch.finfo(scores.dtype).min).softmax(-1).flatten(2, 3)
+    share = (q_pos >= 0).to(probs.dtype).repeat(1, g) / g  # (B, g*W)
+    return (share[:, None, None] @ probs).squeeze(2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -267,8 +268,8 @@ class KVCache:
             self.index = torch.arange(len(self.t), device=self.t.device)[:, None]  # (B, 1)
             self.noted = self.now.masked_fill(~self.active[:, None], NEVER)  # (B, 1) evicted_at of a victim
         if self.ring is not None:
-            age = (self.step - 1 - torch.arange(self.W, device=self.k.device)) % self.W
-            self.ring_pos = (self.t[:, None] - 1 - age).clamp(min=-1)  # (B, W) -1 before the first query
+            age = (self.step - 1 - torch.arange(self.W, device=self.k.device, dtype=torch.int32)) % self.W
+            self.ring_pos = (self.now - 1 - age).clamp(min=-1)  # (B, W) -1 before the first query
         ragged = self.min_keep + max(self.late + 1, 0) < self.max_keep  # a row has a free slot among those in use
         self.seen = self.filled[:, None, None, : self.max_keep + self.step + 1] if ragged else None
         return self.t[:, None]
@@ -294,15 +295,16 @@ class KVCache:
     def _window_attn(self, ring: Tensor, ring_pos: Tensor, k: Tensor, k_pos: Tensor) -> Tensor:
         """Attention that the queries of a ring (B,nh,W,hs) at ring_pos (B,W) give to each key: (B,nkv,S)."""
         total = 0
-        # A few queries at a time: the probabilities of all of them could outgrow K itself.
-        block = max(1, k.shape[-1] * k.shape[1] // (2 * ring.shape[1]))
+        # A few queries at a time: the probabilities of all of them, in at least float32, could outgrow K itself.
+        size = k.element_size()
+        block = max(1, k.shape[-1] * k.shape[1] * size // (ring.shape[1] * max(size, 4)))
         for q, q_pos in zip(ring.split(block, dim=2), ring_pos.split(block, dim=1), strict=True):
-            total = total + attention_probs(q, k, q_pos, k_pos).sum(3).mean(2)  # (B, nkv, S)
+            total = total + attention_received(q, k, q_pos, k_pos)  # (B, nkv, S)
         return total / (ring_pos >= 0).sum(1)[:, None, None]
 
     def _protect(self, scores: Tensor, pos: Tensor, newest: Tensor) -> Tensor:
-        """The policy's scores (B,nkv,S) with what may never be evicted at +inf; newest (B,) is the last position."""
-        return scores.masked_fill((pos < self.sinks) | (pos > (newest - self.recent)[:, None, None]), torch.inf)
+        """The policy's scores (B,nkv,S) with what may never be evicted at +inf; newest (B,1) is the last position."""
+        return scores.masked_fill((pos < self.sinks) | (pos > (newest - self.recent)[..., None]), torch.inf)
 
     def _prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The prompts attend densely, are compressed once, and fill the slots of their G samples.
@@ -318,7 +320,7 @@ class KVCache:
         needs = self.score_fn.needs if self.compress_prompt or self.evicts else ()
         if "total_attn" in needs:
             blocks = zip(q.split(64, dim=2), pos.split(64, dim=1), strict=True)  # never P x P at once
-            view.total_attn = sum(attention_probs(qb, k, pb, view.pos).sum(3).mean(2) for qb, pb in blocks)
+            view.total_attn = sum(attention_received(qb, k, pb, view.pos) for qb, pb in blocks)
         if "noise" in needs:
             view.noise = torch.rand(N, nkv, P, device=k.device, generator=self.generator)
         if "window_attn" in needs:
@@ -333,7 +335,7 @@ class KVCache:
                 view.window_attn = torch.where(in_window, attn, pooled)
 
         scores = self.score_fn(view) if self.compress_prompt else torch.zeros_like(view.pos, dtype=torch.float32)
-        scores = self._protect(scores, view.pos, self.lens - 1).masked_fill(view.pos < 0, -torch.inf)
+        scores = self._protect(scores, view.pos, length - 1).masked_fill(view.pos < 0, -torch.inf)
         kept = scores.argsort(dim=-1, descending=True, stable=True)[..., :K]  # (N, nkv, K) best first
         beyond = torch.arange(K, device=k.device) >= self.keeps[:, None, None]  # a shorter prompt keeps fewer
         kept = kept.masked_fill(beyond, P).sort(dim=-1).values  # in prompt order; P marks a slot that stays free
@@ -365,7 +367,7 @@ class KVCache:
                     view.window_attn = self._window_attn(self.ring[layer], self.ring_pos, K, pos)
                 scores.copy_(self.score_fn(view))
             if self.column is None:
-                victim = self._protect(scores, pos, self.t - 1).argmin(-1)  # (B, nkv)
+                victim = self._protect(scores, pos, self.now - 1).argmin(-1)  # (B, nkv)
                 slot = torch.where(self.full[:, None], victim, self.free[:, None])  # (B, nkv)
                 at = (self.index, self.heads, slot)
                 # A free slot has the position -1: its "victim" goes to the last column of the record.
@@ -378,7 +380,7 @@ class KVCache:
         grouped = q.view(B, K.shape[1], -1, hs)  # (B, nkv, g, hs): query heads of a kv head are queries of its keys
         y = F.scaled_dot_product_attention(grouped, K[:, :, :n], V[:, :, :n], attn_mask=self.seen)
         if self.total_attn is not None:  # SDPA keeps its probabilities to itself: once more
-            logits = (grouped @ K[:, :, :n].mT).to(self.total_attn.dtype) * hs**-0.5  # (B, nkv, g, n)
+            logits = (grouped * hs**-0.5 @ K[:, :, :n].mT).to(self.total_attn.dtype)  # (B, nkv, g, n)
             if self.seen is not None:
                 logits.masked_fill_(~self.seen, -torch.inf)
             self.total_attn[layer][at] = 0
@@ -483,7 +485,6 @@ class SharedPrompts:
         return states[torch.arange(states.shape[1], device=x.device) < self.count[:, None]]
 
 
-@torch.no_grad()
 def rollout(
     model,
     prompts: list[list[int]],
@@ -537,35 +538,36 @@ def rollout(
     sampled = torch.zeros(B, max_new_tokens, dtype=torch.int64, device=device)
     sampled_logp, finished = torch.zeros(sampled.shape, device=device), torch.zeros_like(length, dtype=torch.bool)
 
-    logits = model(padded, cache=cache).repeat_interleave(G, dim=0)  # (B, 1, V): one prefill a prompt
-    for step in range(max_new_tokens):
-        logits = logits[:, -1].to(torch.promote_types(logits.dtype, torch.float32))
-        all_logp = torch.log_softmax(logits / (temperature or 1.0), dim=-1)  # (n, V) of the n rows still in the cache
-        if temperature == 0:
-            token = all_logp.argmax(-1)  # (n,)
-        else:  # one uniform number a row, against the running sum of its probabilities
-            below = all_logp.exp().cumsum(-1, dtype=torch.float64)  # (n, V)
-            u = torch.rand(len(below), 1, dtype=torch.float64, device=device, generator=generator)  # in [0, 1)
-            token = torch.searchsorted(below, u * below[:, -1:], right=True).squeeze(1)
-        token = token.masked_fill(~cache.active, 0)  # a row that has ended is padded
-        sampled[cache.rows, step] = token
-        token_logp = all_logp.gather(1, token[:, None]).squeeze(1).float()  # (n,)
-        sampled_logp[cache.rows, step] = token_logp.masked_fill(~cache.active, 0)
-        length[cache.rows] += cache.active
-        if on_token is not None:
-            on_token(sampled[:, step])
-        cache.active &= ~torch.isin(token, eos)
-        finished[cache.rows] = ~cache.active
-        if step + 1 == max_new_tokens:
-            break  # the last sampled token is never fed, so it evicts nothing
-        if device.type == "cpu" or step % 16 == 15:  # the host would have to wait for another device
-            left = cache.active.nonzero().squeeze(1)  # (n,)
-            if len(left) == 0:
-                break
-            if device.type == "cpu" and len(left) <= 0.75 * len(token):  # here, fewer rows are less work
-                cache.keep_rows(left)
-                token = token[left]
-        logits = model(token[:, None], cache=cache)  # (n, 1, V)
+    with torch.inference_mode():  # beyond no_grad: what is made in here never takes part in a backward pass
+        logits = model(padded, cache=cache).repeat_interleave(G, dim=0)  # (B, 1, V): one prefill a prompt
+        for step in range(max_new_tokens):
+            logits = logits[:, -1].to(torch.promote_types(logits.dtype, torch.float32)) / (temperature or 1.0)
+            all_logp = logits.log_softmax(-1)  # (n, V) of the n rows still in the cache
+            if temperature == 0:
+                token = all_logp.argmax(-1)  # (n,)
+            else:  # one uniform number a row, against the running sum of its probabilities
+                below = all_logp.exp().cumsum(-1, dtype=torch.float64)  # (n, V)
+                u = torch.rand(len(below), 1, dtype=torch.float64, device=device, generator=generator)  # in [0, 1)
+                token = torch.searchsorted(below, u * below[:, -1:], right=True).squeeze(1)
+            token = token.masked_fill(~cache.active, 0)  # a row that has ended is padded
+            sampled[cache.rows, step] = token
+            token_logp = all_logp.gather(1, token[:, None]).squeeze(1).float()  # (n,)
+            sampled_logp[cache.rows, step] = token_logp.masked_fill(~cache.active, 0)
+            length[cache.rows] += cache.active
+            if on_token is not None:
+                on_token(sampled[:, step])
+            cache.active &= ~torch.isin(token, eos)
+            finished[cache.rows] = ~cache.active
+            if step + 1 == max_new_tokens:
+                break  # the last sampled token is never fed, so it evicts nothing
+            if device.type == "cpu" or step % 16 == 15:  # the host would have to wait for another device
+                left = cache.active.nonzero().squeeze(1)  # (n,)
+                if len(left) == 0:
+                    break
+                if device.type == "cpu" and len(left) <= 0.75 * len(token):  # here, fewer rows are less work
+                    cache.keep_rows(left)
+                    token = token[left]
+            logits = model(token[:, None], cache=cache)  # (n, 1, V)
 
     at = prompt_len[:, None] + torch.arange(max_new_tokens, device=device)  # (B, R)
     tokens = F.pad(padded.repeat_interleave(G, dim=0), (0, max_new_tokens)).scatter(1, at, sampled)  # (B, P + R)

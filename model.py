@@ -73,7 +73,8 @@ def rope_angles(
         turns = length * frequency / (2 * math.pi)  # (hs/2,)
         frequency = torch.lerp(frequency / factor, frequency, ((turns - low) / (high - low)).clamp(0, 1))
     angles = positions[:, None, :, None].to(dtype) * frequency  # (B, 1, T, hs/2)
-    return angles.cos().repeat(1, 1, 1, 2), torch.cat((-angles.sin(), angles.sin()), dim=-1)  # (B, 1, T, hs) each
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)  # (B, 1, T, hs) each
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

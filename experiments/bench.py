@@ -499,7 +499,7 @@ def step_times(config: train.Config, steps: int, clock=None) -> list[dict]:
     draw, add_up = phases.timed(train.draw_problems, REWARD), train.over_ranks
     wrapped = [(train, "rewards_of", REWARD), (train, "rollout", SAMPLING), (GPT, "hidden", in_model)]
     wrapped += [(KVCache, name, in_eviction) for name in ("_window_attn", "_protect")]
-    wrapped += [(kv_compress, "attention_probs", in_eviction)]
+    wrapped += [(kv_compress, "attention_received", in_eviction)]
     wrapped += [(train, "score", OPINION), (train, "states_of", in_view), (train, "add_gradients", in_learner)]
     wrapped += [(torch.Tensor, "backward", BACKWARD), (torch.nn.utils, "clip_grad_norm_", OPTIMISER)]
     wrapped += [(torch.optim.AdamW, "step", OPTIMISER)]
@@ -682,7 +682,7 @@ def goals():
 
     default = train.Config(warm_iters=0)
     slots = {key: getattr(default, key) for key in ("sinks", "recent", "pool", "interval")} | {"kv_budget": 512}
-    for size, shape, rows in (("2x64", SMALL, 32), ("8x512", LARGE, 4)):
+    for size, shape, rows in (("2x64", SMALL, 32), ("8x512", LARGE, 8)):
         cases = {"dense": (4096, {})}
         for p, at in itertools.product(("snapkv", "streaming"), (4096, 1024)):
             cases[p, at] = (at, slots | {"policy": p})
@@ -692,7 +692,7 @@ def goals():
             goal(f"{what}: dense takes", f"{s['dense'] / s[p, 4096]:.2f}x", ">= 2x")
             goal(f"{what}: of that at 1,024", f"{s[p, 4096] / s[p, 1024]:.2f}x", "<= 1.1x")
 
-    for size, shape, rows in (("2x64", SMALL, 32), ("8x512", LARGE, 4)):
+    for size, shape, rows in (("2x64", SMALL, 32), ("8x512", LARGE, 8)):
         intervals = sorted({1, default.interval, 16})
         cases = {(p, n): (1024, slots | {"policy": p, "interval": n}) for p in POLICIES for n in intervals}
         s = decode_times(shape, rows, cases, rounds=3)
