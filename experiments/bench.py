@@ -615,7 +615,7 @@ def learner_pass(shape: dict, T: int, group: int, method: str, share_prompts=Tru
     """A learner's forward and backward, half of each row a prompt of which a quarter survives -> (function, FLOPs)."""
     model, P = random_model(shape, T), T // 2
     tokens = torch.randint(256, (group, T), generator=torch.Generator().manual_seed(1))
-    tokens[:, :P] = tokens[0, :P]
+    tokens[1:, :P] = tokens[0, :P]
     lives = prompt_lifetimes(T, 0.25, heads=shape["n_kv_head"]).expand(shape["n_layer"], group, -1, -1)
     zero = torch.zeros(group, dtype=torch.int64)
     mask = (torch.arange(T) >= P).expand(group, T)

@@ -38,11 +38,12 @@ def test_phases_add_up_to_the_step_that_the_loop_logs(options, present, absent):
         assert 0 < step["tokens"] <= 8 * config.max_new_tokens
 
 
+@pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize("method", ["smd", "dense"])
-def test_learner_flops_are_those_that_pytorch_counts(method, share_prompts):
+def test_learner_flops_are_those_that_pytorch_counts(method, share_prompts, group):
     """All but attention's exactly: PyTorch counts all pairs of query and key, the formula those in causal order."""
-    run, flops = bench.learner_pass(TINY, 32, 3, method, share_prompts)
+    run, flops = bench.learner_pass(TINY, 32, group, method, share_prompts)
     counter = FlopCounterMode(display=False)
     with sdpa_kernel(SDPBackend.MATH), counter:
         run()
